@@ -1,0 +1,103 @@
+"""Runs a test function on several ranks, each a fresh process, with its own bound in time.
+
+    def _job(rank: int, world: int, arg: int) -> float: ...   # module level: it is pickled by name
+    results = run_ranks(_job, 3, 7)                             # [value of rank 0, of rank 1, of rank 2]
+
+A rank that raises makes `run_ranks` raise `RanksFailed` with every rank's traceback. `failures=True` returns the
+outcomes instead, for tests of errors: one `Outcome` a rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any, Callable
+
+_ctx = multiprocessing.get_context("spawn")
+
+
+class RanksFailed(AssertionError):
+    pass
+
+
+@dataclass
+class Outcome:
+    value: Any = None
+    error: str | None = None  # traceback text
+    exitcode: int | None = None
+    seconds: float = 0.0  # from the start of all ranks to the end of this one
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], env: dict[str, str], pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env,
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        pipe.send(("ok", fn(rank, world, *args)))
+    except BaseException:  # the parent reports it
+        pipe.send(("error", traceback.format_exc()))
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, failures: bool = False, env: dict[str, str] | None = None
+) -> list[Any]:
+    port, start = free_port(), time.monotonic()
+    procs, pipes = [], []
+    for rank in range(world):
+        here, there = _ctx.Pipe(duplex=False)
+        p = _ctx.Process(target=_main, args=(fn, rank, world, port, args, env or {}, there), daemon=False)
+        p.start()
+        there.close()
+        procs.append(p)
+        pipes.append(here)
+    outcomes = [Outcome() for _ in range(world)]
+    pending = set(range(world))
+    while pending and time.monotonic() - start < timeout:
+        for r in list(pending):
+            if pipes[r].poll(0.01):
+                try:
+                    kind, value = pipes[r].recv()
+                    if kind == "ok":
+                        outcomes[r].value = value
+                    else:
+                        outcomes[r].error = value
+                except EOFError:
+                    pass
+            if not procs[r].is_alive():
+                procs[r].join()
+                if pipes[r].poll(0):
+                    continue
+                outcomes[r].exitcode = procs[r].exitcode
+                outcomes[r].seconds = time.monotonic() - start
+                pending.discard(r)
+    for r in pending:
+        procs[r].kill()
+        procs[r].join()
+        outcomes[r].error = (outcomes[r].error or "") + f"\nrank {r} did not end within {timeout} s"
+        outcomes[r].seconds = timeout
+    if failures:
+        return outcomes
+    bad = [r for r, o in enumerate(outcomes) if o.error or o.exitcode]
+    if bad:
+        raise RanksFailed("\n".join(f"--- rank {r} (exit code {outcomes[r].exitcode})\n{outcomes[r].error or ''}" for r in bad))
+    return [o.value for o in outcomes]

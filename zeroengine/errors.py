@@ -1,0 +1,35 @@
+"""Exceptions of the engine. Every message names the rank (where ranks differ), the subject and the remedy."""
+
+from __future__ import annotations
+
+
+class ZeroEngineError(RuntimeError):
+    """Base class of everything the engine raises on purpose."""
+
+
+class ConfigError(ZeroEngineError, ValueError):
+    """The configuration is wrong; the message names the full key path and the nearest valid one."""
+
+
+class ModelError(ZeroEngineError, ValueError):
+    """The model cannot be trained as given (no parameters, all frozen, unequal on the ranks, ...)."""
+
+
+class ReleasedParameterError(ZeroEngineError):
+    """The values of a sharded parameter were touched outside a gather."""
+
+
+class RankError(ZeroEngineError):
+    """Another rank died, stopped, failed, or left the common order of collectives."""
+
+
+class DivergenceError(RankError):
+    """Ranks called different collectives; the message names the ranks, the operations and the parameters."""
+
+
+class NonFiniteError(ZeroEngineError, ArithmeticError):
+    """Gradients stayed non-finite for longer than the configuration allows."""
+
+
+class CheckpointError(ZeroEngineError):
+    """A checkpoint is missing, incomplete or does not fit the model."""
