@@ -69,6 +69,9 @@ class Config(Section):
     seed: Count | None = key(None, "Seed of the engine's own random choices. Null: torch's seed.", ours=True)
     strict: Flag = key(True, "False turns unknown keys into a warning.", ours=True)
 
+    zero_allow_untested_optimizer: Flag = key(
+        False, "Give an optimizer class that is not known to be element-wise flat pieces of the parameters."
+    )
     optimizer: OptimizerSection | None = key(None, "The optimizer. Null: given in code.")
     scheduler: SchedulerSection | None = key(None, "The learning-rate schedule. Null: given in code, or none.")
     fp16: Fp16Section = key(None, "Training in fp16.", factory=Fp16Section)

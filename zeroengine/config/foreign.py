@@ -106,7 +106,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("disable_allgather", "Old switch.", "it has had no effect for years"),
     _ignored("use_node_local_storage", "Old place of `checkpoint.use_node_local_storage`.", "it is not read here"),
     _ignored("log_level", "Level of the log.", "affects the log only; set the environment variable ZE_LOG_LEVEL", asks=present),
-    _ignored("zero_allow_untested_optimizer", "Permission for any optimizer.", "every optimizer is allowed", asks=never),
     _ignored(
         "zero_force_ds_cpu_optimizer", "Insist on one CPU optimizer for offload.",
         "the engine's update runs wherever the state lives", asks=never,
