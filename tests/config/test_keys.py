@@ -114,6 +114,15 @@ def test_refused_only_when_switched_on(name: str) -> None:
     Config.load({name: OFF[name]})
 
 
+@pytest.mark.parametrize(("value", "asks"), [("true", True), (1, True), ("False", False), (0, False), ("auto", False)])
+def test_words_and_numbers_for_switches(value: Any, asks: bool) -> None:
+    written = {"zero_optimization": {"zero_quantized_weights": value}}
+    if asks:
+        assert "is refused: " in _complain(written)
+    else:
+        assert not Config.load(written).zero_optimization.zero_quantized_weights
+
+
 @pytest.mark.parametrize("name", ["OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam"])
 def test_optimizers_that_compute_something_else(name: str) -> None:
     text = _complain({"optimizer": {"type": name, "params": {"lr": 1e-3, "freeze_step": 4}}})

@@ -152,6 +152,14 @@ def test_resume_is_exact(name: str, stop: int) -> None:
     assert alone.optimizer.param_groups[0]["betas"] == second.optimizer.param_groups[0]["betas"]
 
 
+def test_base_rates_come_from_the_state() -> None:
+    first = WarmupLR(_optimizer((0.1,)), warmup_num_steps=2)
+    first.step(5)
+    second = WarmupLR(_optimizer((0.7,)), warmup_num_steps=2)  # e.g. made after a decayed rate was restored
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == second.base_lrs == [0.1]
+
+
 def test_foreign_and_broken_states() -> None:
     schedule = WarmupLR(_optimizer(), 0.0, 1.0, 4, "linear")
     schedule.load_state_dict({"last_batch_iteration": 2})
