@@ -129,7 +129,7 @@ def hide(params: Iterable[nn.Parameter]) -> None:
         for param in params:
             slot: Slot = param._zero  # type: ignore[attr-defined]
             if slot.stub is None:
-                slot.stub = stub_for(param.shape, param.dtype, param.device)
+                slot.stub = stub_for(param.shape, slot.bucket.dtype, slot.bucket.device)
             param.data = slot.stub
             param.__class__ = ReleasedParameter
 
