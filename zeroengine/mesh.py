@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -112,9 +112,7 @@ def build_mesh(
     fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
 ) -> Mesh:
     """Builds the mesh of a job once, from degrees. Collective over the world."""
-    degrees = Degrees.resolve(
-        fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp
-    )
+    degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     # dimensions of one rank would cost one group for every rank of the world
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
     shape = tuple(getattr(degrees, name) for name in dims)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,10 +162,14 @@ class DirectCommunicator:
         return DirectWork(dist.irecv(tensor, self.ranks[src], group=self._group), (tensor,))
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
-        raise TypeError(f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator")
+        raise TypeError(
+            f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator"
+        )
 
     def barrier(self, subject: str) -> None:
-        raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")
+        raise TypeError(
+            f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator"
+        )
 
     def verify_order(self, control: Communicator) -> None:
         """Compares what the group's ranks have issued so far; raises `DivergenceError` on every rank of `control`, which

@@ -7,7 +7,7 @@ groups gives the bits of a flat one. The number of torch calls grows with log2 o
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

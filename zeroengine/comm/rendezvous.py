@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Mapping
 
 import torch.distributed as dist
 
@@ -101,7 +100,9 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     def connect() -> None:
         try:
             short = timedelta(seconds=_HANDSHAKE_SECONDS / 2)
-            store = dist.TCPStore(place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False)
+            store = dist.TCPStore(
+                place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False
+            )
             store.set_timeout(timeout)
             made.append(store)
         except Exception as error:
