@@ -46,7 +46,8 @@ class Degrees:
             if world_size % others:
                 raise ConfigError(
                     f"mesh: {arithmetic} = {others} does not divide {world_size} ranks "
-                    f"({world_size} / {others} = {world_size / others:.2f} for dp_shard); change a degree or the number of ranks"
+                    f"({world_size} / {others} = {world_size / others:.2f} for dp_shard); "
+                    "change a degree or the number of ranks"
                 )
             given["dp_shard"] = world_size // others
         elif others * dp_shard != world_size:
@@ -78,9 +79,9 @@ class Degrees:
 class Mesh:
     """One rank's place in the mesh and its communicators.
 
-    Gathering and reducing have separate streams over the same ranks, so that they need no common order. `replicate`
-    joins the ranks that hold the same shard; `control` all data-parallel ranks of this rank's model replica part, always
-    over CPU tensors.
+    Gathering and reducing have separate streams over the same ranks, so that they need no common order.
+    `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
+    always over CPU tensors.
     """
 
     degrees: Degrees

@@ -76,38 +76,11 @@ def other_stream(victim: int, timeout: float) -> None:
         job.gather("layers.7.weight")
 
 
-def differs(victim: int, what: str, timeout: float) -> None:
-    """Rank `victim` issues another operation on the same communicator."""
+def differs(victim: int, timeout: float) -> None:
+    """Rank `victim` gathers another layer on the same communicator."""
     job = Job(timeout)
     fault()
-    odd = job.rank == victim
-    if what == "subject":
-        job.gather("layers.8.weight" if odd else "layers.7.weight")
-    elif what == "order":
-        for name in ("b.weight", "a.weight") if odd else ("a.weight", "b.weight"):
-            job.gather(name)
-    elif what == "size":
-        job.gather("layers.7.weight", 9 if odd else 8)
-    elif what == "dtype":
-        job.gather("layers.7.weight", 8, torch.bfloat16 if odd else torch.float16)
-    elif what == "source":
-        job.params.broadcast(torch.zeros(4), 1 if odd else 0, "layers.7.weight").wait()
-    elif what == "operation":
-        full = torch.zeros(8 * job.world)
-        if odd:
-            job.params.reduce_scatter(torch.zeros(8), full, "layers.7.weight").wait()
-        else:
-            job.params.all_gather(full, torch.zeros(8), "layers.7.weight").wait()
-    elif what == "splits":
-        blocks = [1] * job.world
-        if odd:
-            blocks[0] = 2
-        job.params.all_to_all(
-            torch.zeros(job.world), torch.zeros(sum(blocks)), "experts", output_splits=[1] * job.world, input_splits=blocks
-        ).wait()  # fmt: skip
-    elif what == "message":
-        t = torch.zeros(5 if odd else 4)
-        (job.params.send(t, 0, "activation") if odd else job.params.recv(t, victim, "activation")).wait()
+    job.gather("layers.8.weight" if job.rank == victim else "layers.7.weight")
 
 
 def slow(victim: int, seconds: float, timeout: float) -> None:

@@ -24,16 +24,17 @@ class Ended:
 
 
 def run_processes(
-    scenario: str, world: int, *arguments: object, timeout: float = 40.0, victims: tuple[int, ...] = (), env: dict[str, str] | None = None
-) -> list[Ended]:  # fmt: skip
+    scenario: str, world: int, *arguments: object, timeout: float = 60.0, victims: tuple[int, ...] = ()
+) -> list[Ended]:
     """`victims` may stay behind (stopped): they are killed when the others have ended."""
     port = free_port()
     procs, files = [], []
     for rank in range(world):
         file = tempfile.TemporaryFile("w+")
         variables = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **(env or {}),
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         command = [sys.executable, "-m", "tests.comm.faults", scenario, *map(str, arguments)]
         procs.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=variables, cwd=ROOT))
@@ -59,5 +60,6 @@ def run_processes(
     faults = [float(line.split()[1]) for text in outputs for line in text.splitlines() if line.startswith("FAULT ")]
     zero = min(faults, default=start)
     return [
-        Ended(None if r in killed else procs[r].returncode, outputs[r], (ends[r] or time.time()) - zero) for r in range(world)
-    ]  # fmt: skip
+        Ended(None if r in killed else procs[r].returncode, outputs[r], (ends[r] or time.time()) - zero)
+        for r in range(world)
+    ]

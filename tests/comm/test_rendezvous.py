@@ -36,9 +36,15 @@ print("FINE")
 
 
 def run_alone(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     clean |= {"PYTHONPATH": str(ROOT), **env}
-    return subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_a_lone_process_needs_no_variables() -> None:
@@ -66,7 +72,12 @@ def test_wrong_variables(env: dict[str, str], says: str) -> None:
 
 
 def test_an_mpi_launchers_variables() -> None:
-    env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": "5"}
+    env = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": "5",
+    }
     place = place_from_environment(env, -1, -1, mpi=True)
     assert place is not None and (place.rank, place.world_size, place.host, place.port) == (1, 2, "127.0.0.1", 5)
     assert place_from_environment(env, -1, -1, mpi=False) is None

@@ -1,4 +1,4 @@
-"""A thousand ranks on torch's fake process group: everything works, and the host's work does not grow with their number.
+"""A thousand ranks on torch's fake process group: everything works, and the host's work does not grow with them.
 
 Calls into torch are counted, not timed.
 """

@@ -1,8 +1,8 @@
 """Health of the peers: a heartbeat of every process, and the watch that turns silence into a named error.
 
-One `Monitor` a process. A daemon thread writes this rank's `Status` to the store of the default process group about once
-a second and, while someone waits for other ranks, reads theirs. Only that thread touches the store: a store whose host
-is stopped blocks for ever, so no waiter may.
+One `Monitor` a process. A daemon thread writes this rank's `Status` to the store of the default process group about
+once a second and, while someone waits for other ranks, reads theirs. Only that thread touches the store: a store whose
+host is stopped blocks for ever, so no waiter may.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def _install_hooks(monitor: Monitor) -> None:
 def _leave_at_once(code: int) -> None:
     """Ends the process after an uncaught error while a thread is in a collective that will not end.
 
-    The thread cannot be interrupted: Gloo has no abort. If its peer closes the connection while the interpreter is being
-    taken down, the thread comes back into an interpreter that is no more and takes the process down with SIGABRT instead
-    of the exit code. So what an ordinary exit would run is run here, and the rest is left out.
+    The thread cannot be interrupted: Gloo has no abort. If its peer closes the connection while the interpreter is
+    being taken down, the thread comes back into an interpreter that is no more and ends the process with SIGABRT
+    instead of the exit code. So what an ordinary exit would run is run here, and the rest is left out.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

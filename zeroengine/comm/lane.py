@@ -123,7 +123,7 @@ class Lane:
         return self._busy and self._thread.is_alive()
 
     def close(self, seconds: float) -> None:
-        """Ends the thread after what is queued; one that is held up by a dead peer is left to the end of the process."""
+        """Ends the thread after what is queued; one that a dead peer holds up is left to the end of the process."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)

@@ -54,7 +54,7 @@ class Traffic:
 
 
 class Communicator(Protocol):
-    """Collectives over `ranks` (global ranks in group order). All tensors are contiguous and 1-D unless said otherwise."""
+    """Collectives over `ranks` (global ranks in group order). Tensors are contiguous and 1-D unless said otherwise."""
 
     name: str
     ranks: tuple[int, ...]

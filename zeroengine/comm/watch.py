@@ -13,14 +13,14 @@ from zeroengine.logging import logger
 
 _REMEDY_DEAD = "Look at the output of that rank for the first error; this rank ends because it cannot go on alone."
 _REMEDY_DIVERGED = (
-    "Every rank must reach the same operations in the same order; look for a branch, an early return or a different number "
-    "of steps that depends on the rank or on its data."
+    "Every rank must reach the same operations in the same order; look for a branch, an early return or a different "
+    "number of steps that depends on the rank or on its data."
 )
 
 
 class HealthWatch:
-    """Waits for operations; after `timeout` seconds at most it raises when a rank died, stopped, failed, exited or waits
-    for us elsewhere. A rank that is alive in user code is only slow: one warning, and patience up to `stall_timeout`."""
+    """Waits for operations; within `timeout` seconds it raises when a rank died, stopped, failed, exited or waits for
+    us elsewhere. A rank that is alive in user code is only slow: one warning, and patience up to `stall_timeout`."""
 
     def __init__(self, monitor: Monitor, timeout: float, stall_timeout: float) -> None:
         self._monitor = monitor
