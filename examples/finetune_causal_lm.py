@@ -21,8 +21,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+RANK = int(os.environ.get("RANK", "0"))  # set by zerorun (and torchrun) for every process
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is read from disk; nothing may wait for a hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the ranks share the processor already
+if RANK != 0:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough, the libraries' own ones too
 
 import torch
 import torch.distributed as dist
@@ -32,8 +36,6 @@ from text_data import BadInput, Collate, Example, Pair, count_targets, read_pair
 import zeroengine
 from zeroengine.errors import ZeroEngineError
 
-RANK = int(os.environ.get("RANK", "0"))  # set by zerorun (and torchrun) for every process
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -92,7 +94,7 @@ def say(text: str = "") -> None:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON file with the flags put in: flags win over the file, and "auto" steps become those of this run."""
+    """The JSON file with the flags put in: flags win over the file, an "auto" length of the schedule is --steps."""
     if not args.config.is_file():
         raise BadInput(f"--config {args.config}: no such file")
     config = zeroengine.config.read_json(args.config)
@@ -100,12 +102,11 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         for name in ("fp16", "bf16"):
             section = config.setdefault(name, {})
             section["enabled"] = name == args.dtype
-    optimizer = config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})
     schedule = config.get("scheduler", {}).get("params", {})
     if args.lr is not None:
-        optimizer["lr"] = args.lr
-    if schedule.get("warmup_max_lr") == "auto":
-        schedule["warmup_max_lr"] = optimizer.get("lr", "auto")
+        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+        if "warmup_max_lr" in schedule:
+            schedule["warmup_max_lr"] = args.lr
     if schedule.get("total_num_steps") == "auto":
         schedule["total_num_steps"] = args.steps
     return config
@@ -143,9 +144,13 @@ def load_model(folder: Path, gguf_file: str | None, gradient_checkpointing: bool
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **extra)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise BadInput(f"--model {folder}: cannot be loaded as a causal language model ({first_line(error)})") from error
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the weights are plain tensors now, and are saved as such
+        raise BadInput(
+            f"--model {folder}: cannot be loaded as a causal language model ({first_line(error)})"
+        ) from error
+    if getattr(model, "hf_quantizer", None) is not None:
+        if gguf_file is None:
+            raise BadInput(f"--model {folder}: quantized weights cannot be trained; give the unquantized model")
+        model.hf_quantizer.remove_quantization_config(model)  # reading .gguf made plain weights; save them as such
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return tokenizer, model
@@ -156,7 +161,11 @@ def first_line(error: Exception) -> str:
 
 
 def make_examples(
-    train_pairs: Sequence[Pair], held_out_pairs: Sequence[Pair], tokenizer: Any, config: dict[str, Any], args: argparse.Namespace
+    train_pairs: Sequence[Pair],
+    held_out_pairs: Sequence[Pair],
+    tokenizer: Any,
+    config: dict[str, Any],
+    args: argparse.Namespace,
 ) -> tuple[list[Example], list[Example]]:
     """Tokenized and shuffled (training, held-out) examples, enough of them for every rank."""
     train, train_long = tokenize(train_pairs, tokenizer, args.max_length)
@@ -168,7 +177,7 @@ def make_examples(
     needed = WORLD * int(config.get("train_micro_batch_size_per_gpu", 1))
     if len(train) < needed:
         raise BadInput(
-            f"{len(train)} training examples are too few: {WORLD} ranks need at least {needed} for one micro-batch each{note}"
+            f"{len(train)} training examples are too few: {WORLD} ranks need {needed} for one micro-batch each{note}"
         )
     if not held_out:
         raise BadInput(f"no held-out example: at least two different prompts or texts are needed{note}")
@@ -180,9 +189,14 @@ def make_examples(
 
 
 def finetune(
-    model: Any, tokenizer: Any, config: dict[str, Any], train: list[Example], held_out: list[Example], args: argparse.Namespace
+    model: Any,
+    tokenizer: Any,
+    config: dict[str, Any],
+    train: list[Example],
+    held_out: list[Example],
+    args: argparse.Namespace,
 ) -> None:
-    collate = Collate(pad_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
+    collate = Collate(pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     engine, _, loader, _ = zeroengine.initialize(model=model, config=config, training_data=train, collate_fn=collate)
     if args.resume:
         engine.load_checkpoint(str(args.resume / "checkpoint"))
@@ -303,7 +317,11 @@ def generate(engine: Any, prompt: list[int], new_tokens: int, collate: Collate) 
     engine.eval()
     with zeroengine.zero.GatheredParameters(list(engine.module.parameters())):
         output = engine.module.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=collate.pad_id
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=collate.pad_id,
         )
     engine.train()
     return output[0, len(prompt) :].tolist()
@@ -325,7 +343,7 @@ def export(engine: Any, tokenizer: Any, folder: Path) -> None:
     if weights is not None:
         import transformers
 
-        engine.module.save_pretrained(folder, state_dict=weights)
+        engine.module.save_pretrained(folder, state_dict=dict(weights))  # it empties the dictionary it is given
         tokenizer.save_pretrained(folder)
         dtype = next(iter(weights.values())).dtype
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
