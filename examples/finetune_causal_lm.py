@@ -21,13 +21,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-RANK = int(os.environ.get("RANK", "0"))  # set by zerorun (and torchrun) for every process
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is read from disk; nothing may wait for a hub
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the ranks share the processor already
-if RANK != 0:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough, the libraries' own ones too
-
 import torch
 import torch.distributed as dist
 from stdlib_pairs import stdlib_pairs
@@ -36,18 +29,22 @@ from text_data import BadInput, Collate, Example, Pair, count_targets, read_pair
 import zeroengine
 from zeroengine.errors import ZeroEngineError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RANK = int(os.environ.get("RANK", "0"))  # set by zerorun (and torchrun) for every process
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main() -> int:
     args = parse_args()
+    set_environment()
     try:
         # What can be wrong is looked at before anything slow starts. Every rank reads the same files and so comes to
         # the same verdict; none waits for another.
         config = read_config(args)
+        if args.resume and not (args.resume / "checkpoint").is_dir():
+            raise BadInput(f"--resume {args.resume}: no folder 'checkpoint' in it; give the --output of an earlier run")
         model_folder, gguf_file = find_model(args.model)
         train_pairs, held_out_pairs = read_pairs(args.data) if args.data else split_by_group(stdlib_pairs())
-        tokenizer, model = load_model(model_folder, gguf_file, args.gradient_checkpointing)
+        tokenizer, model = load_model(model_folder, gguf_file, args)
         train, held_out = make_examples(train_pairs, held_out_pairs, tokenizer, config, args)
         finetune(model, tokenizer, config, train, held_out, args)
     except (BadInput, ZeroEngineError) as error:
@@ -66,7 +63,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=positive, default=24, help="optimizer steps (default %(default)s)")
     add("--max-length", type=positive, default=128, help="tokens of the longest example (default %(default)s)")
     add("--lr", type=float, help="learning rate, in place of the one in --config")
-    add("--dtype", choices=DTYPES, help="precision, in place of the one in --config")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="precision, in place of the one in --config")
     add("--eval-pairs", type=positive, default=32, help="held-out examples to evaluate on (default %(default)s)")
     add("--new-tokens", type=positive, default=40, help="length of the sample generation (default %(default)s)")
     add("--seed", type=int, default=0, help="order of the examples (default %(default)s)")
@@ -74,6 +71,14 @@ def parse_args() -> argparse.Namespace:
     add("--save-every", type=positive, metavar="STEPS", help="also save a checkpoint every so many steps")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in backward to save memory")
     return parser.parse_args()
+
+
+def set_environment() -> None:
+    """Settings of the Hugging Face libraries, which read them when they are imported: later, and only if needed."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is read from disk; nothing may wait for a hub
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the ranks share the processor already
+    if RANK != 0:
+        os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough, those of the libraries too
 
 
 def positive(text: str) -> int:
@@ -132,8 +137,11 @@ def find_model(path: Path | None) -> tuple[Path, str | None]:
     return path, None
 
 
-def load_model(folder: Path, gguf_file: str | None, gradient_checkpointing: bool) -> tuple[Any, Any]:
-    """(tokenizer, model in float32): the masters start from the exact weights; the engine lowers the precision."""
+def load_model(folder: Path, gguf_file: str | None, args: argparse.Namespace) -> tuple[Any, Any]:
+    """(tokenizer, model in float32): the masters start from the exact weights; the engine lowers the precision.
+
+    Raises BadInput for a folder that is no causal language model, or whose parts do not belong together.
+    """
     import transformers  # slow to import: only once the arguments are known to be good
 
     transformers.utils.logging.disable_progress_bar()
@@ -142,22 +150,30 @@ def load_model(folder: Path, gguf_file: str | None, gradient_checkpointing: bool
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **extra)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, **extra
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise BadInput(f"--model {folder}: cannot be loaded as a causal language model ({reason})") from error
+    if report["missing_keys"]:  # transformers would start these from random numbers
+        missing = sorted(report["missing_keys"])
+        raise BadInput(f"--model {folder}: {len(missing)} weights are missing in its files, the first is {missing[0]}")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise BadInput(f"--model {folder}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows}")
+    context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    if args.max_length + args.new_tokens > context:
         raise BadInput(
-            f"--model {folder}: cannot be loaded as a causal language model ({first_line(error)})"
-        ) from error
+            f"--max-length {args.max_length} + --new-tokens {args.new_tokens}: the model reads only {context}"
+        )
     if getattr(model, "hf_quantizer", None) is not None:
         if gguf_file is None:
             raise BadInput(f"--model {folder}: quantized weights cannot be trained; give the unquantized model")
         model.hf_quantizer.remove_quantization_config(model)  # reading .gguf made plain weights; save them as such
-    if gradient_checkpointing:
+    if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return tokenizer, model
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def make_examples(
