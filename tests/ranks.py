@@ -71,10 +71,12 @@ def run_ranks(
         procs.append(p)
         pipes.append(here)
     outcomes = [Outcome() for _ in range(world)]
-    pending = set(range(world))
+    pending, drained = set(range(world)), set()  # a pipe at its end polls as readable for ever
     while pending and time.monotonic() - start < timeout:
+        if pending <= drained:
+            time.sleep(0.01)
         for r in list(pending):
-            if pipes[r].poll(0.01):
+            if r not in drained and pipes[r].poll(0.01):
                 try:
                     kind, value = pipes[r].recv()
                     if kind == "ok":
@@ -82,10 +84,10 @@ def run_ranks(
                     else:
                         outcomes[r].error = value
                 except EOFError:
-                    pass
+                    drained.add(r)
             if not procs[r].is_alive():
                 procs[r].join()
-                if pipes[r].poll(0):
+                if r not in drained and pipes[r].poll(0):
                     continue
                 outcomes[r].exitcode = procs[r].exitcode
                 outcomes[r].seconds = time.monotonic() - start
