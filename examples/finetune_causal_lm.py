@@ -98,23 +98,25 @@ def say(text: str = "") -> None:
 # ---------------------------------------------------------------------------------------------- configuration and model
 
 
-def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The JSON file with the flags put in: flags win over the file, an "auto" length of the schedule is --steps."""
-    if not args.config.is_file():
-        raise BadInput(f"--config {args.config}: no such file")
-    config = zeroengine.config.read_json(args.config)
-    if args.dtype:
-        for name in ("fp16", "bf16"):
-            section = config.setdefault(name, {})
-            section["enabled"] = name == args.dtype
-    schedule = config.get("scheduler", {}).get("params", {})
+def read_config(args: argparse.Namespace) -> zeroengine.Config:
+    """The JSON file with the flags put in: --lr and --dtype win over the file, --steps answers an "auto" length."""
+    config = zeroengine.Config.load(args.config, facts={"total_num_steps": args.steps}, world_size=WORLD)
+    if config.data_parallel_size(WORLD) != WORLD:
+        raise BadInput(
+            f"--config {args.config}: every rank reads its own data here; leave out mesh.pp, mesh.cp, mesh.tp"
+        )
+    if args.lr is None and args.dtype is None:
+        return config
+    values = config.to_dict()
     if args.lr is not None:
-        config.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+        values.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {})["lr"] = args.lr
+        schedule = values.get("scheduler", {}).get("params", {})
         if "warmup_max_lr" in schedule:
             schedule["warmup_max_lr"] = args.lr
-    if schedule.get("total_num_steps") == "auto":
-        schedule["total_num_steps"] = args.steps
-    return config
+    if args.dtype:
+        for name in ("fp16", "bf16"):
+            values[name] = {**values.get(name, {}), "enabled": name == args.dtype}
+    return zeroengine.Config.load(values)
 
 
 def find_model(path: Path | None) -> tuple[Path, str | None]:
@@ -180,7 +182,7 @@ def make_examples(
     train_pairs: Sequence[Pair],
     held_out_pairs: Sequence[Pair],
     tokenizer: Any,
-    config: dict[str, Any],
+    config: zeroengine.Config,
     args: argparse.Namespace,
 ) -> tuple[list[Example], list[Example]]:
     """Tokenized and shuffled (training, held-out) examples, enough of them for every rank."""
@@ -190,7 +192,7 @@ def make_examples(
     random.Random(args.seed).shuffle(held_out)
     left_out = train_long + held_out_long
     note = f"; {left_out} pairs are longer than --max-length {args.max_length}" if left_out else ""
-    needed = WORLD * int(config.get("train_micro_batch_size_per_gpu", 1))
+    needed = WORLD * zeroengine.config.resolve_batch(config, WORLD).micro
     if len(train) < needed:
         raise BadInput(
             f"{len(train)} training examples are too few: {WORLD} ranks need {needed} for one micro-batch each{note}"
@@ -207,7 +209,7 @@ def make_examples(
 def finetune(
     model: Any,
     tokenizer: Any,
-    config: dict[str, Any],
+    config: zeroengine.Config,
     train: list[Example],
     held_out: list[Example],
     args: argparse.Namespace,

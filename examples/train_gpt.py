@@ -128,9 +128,10 @@ def main() -> None:
     while engine.global_steps < args.steps:
         for tokens, targets in loader:
             loss = engine(tokens.to(engine.device), targets.to(engine.device))
+            updates = engine.is_gradient_accumulation_boundary()  # or else the step only accumulates
             engine.backward(loss)  # (2) instead of loss.backward()
             engine.step()  # (3) instead of optimizer.step(), scheduler.step() and optimizer.zero_grad()
-            if talks and engine.is_gradient_accumulation_boundary() and engine.global_steps % 20 == 0:
+            if talks and updates and engine.global_steps % 20 == 0:
                 sys.stdout.write(f"step {engine.global_steps}: loss {loss.item():.3f}, lr {engine.get_lr()[0]:.1e}\n")
             if engine.global_steps >= args.steps:
                 break
