@@ -48,7 +48,8 @@ _OWN_CHOICE = (
         "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write",
     )),
     *(f"fp16.{name}" for name in (
-        "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale",
+        "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
+        "min_loss_scale",
     )),
     *(f"mesh.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")),
     "steps_per_print", "wall_clock_breakdown", "communication_data_type", "data_types.grad_accum_dtype",
@@ -94,7 +95,7 @@ def _answer(path: str, values: dict[str, Any], facts: Mapping[str, Any], ignored
     if path in facts:
         return facts[path]
     fact = _FACT_OF.get(path)
-    if fact in facts:
+    if fact is not None and fact in facts:
         return facts[fact]
     if path in _BATCH or ignored:
         return _DEFAULT

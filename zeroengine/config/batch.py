@@ -46,7 +46,7 @@ def resolve_batch(config: Config, dp_world_size: int) -> BatchSizes:
     if train is None:
         given = f" ({_STEPS} {steps} alone does not fix them)" if steps is not None else ""
         auto = [name for name in (_TRAIN, _MICRO) if name in config.undetermined]
-        why = f"; {' and '.join(auto)} {'are' if len(auto) > 1 else 'is'} \"auto\" and nothing tells the size" if auto else ""
+        why = f', "auto" ({", ".join(auto)}) has nothing to follow from' if auto else ""
         raise ConfigError(f"neither {_TRAIN} nor {_MICRO} is given{given}{why}; give one of them")
     if micro is not None:
         return BatchSizes(train, micro, _divided(train, _MICRO, micro, ranks, dp_world_size, _STEPS))

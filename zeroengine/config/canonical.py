@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zeroengine.config.foreign import OLD_FORMS
 from zeroengine.config.keys import KeyTable, is_comment
-from zeroengine.config.spec import Kind, KeySpec
+from zeroengine.config.spec import KeySpec, Kind
 from zeroengine.config.values import plain_flag, plain_number, show
 
 AUTO = "auto"
@@ -75,9 +75,8 @@ class _Reader:
                 self._unknown(".".join(here), prefix + name)
             elif path in self._result.written:
                 other = ".".join(self._result.written[path])
-                self._result.problems.append(
-                    Problem(".".join(here), "invalid", f"is another spelling of `{other}`, which is also given; keep one")
-                )
+                text = f"is another spelling of `{other}`, which is also given; keep one"
+                self._result.problems.append(Problem(".".join(here), "invalid", text))
             else:
                 self._result.written[path] = here
                 self._keep(kept, row, value, here)
@@ -103,7 +102,8 @@ class _Reader:
         if row.kind is Kind.IGNORED:
             self._result.ignored.append(row)
         else:
-            self._result.problems.append(Problem(self._result.spelled(row.path), "refused", row.reason))
+            path = self._result.spelled(row.path)
+            self._result.problems.append(Problem(path, "refused", f"is refused: {row.reason}"))
 
     def _unknown(self, written: str, path: str) -> None:
         advice = self._table.advice(path)
@@ -132,7 +132,8 @@ def _old_forms(result: Canonical) -> None:
             result.problems.append(Problem(spelled, "invalid", f"expected true or false, got {show(value)}"))
         elif target in zero:
             other = result.spelled(f"zero_optimization.{target}")
-            result.problems.append(Problem(spelled, "invalid", f"is the old form of `{other}`, which is also given; remove it"))
+            text = f"is the old form of `{other}`, which is also given; remove it"
+            result.problems.append(Problem(spelled, "invalid", text))
         elif flag:
             zero[target] = {"device": "cpu"}
 
@@ -149,7 +150,8 @@ def _tensor_parallel(result: Canonical) -> None:
     given = mesh.setdefault("tp", int(size))
     if given != AUTO and plain_number(given) != size:
         spelled = result.spelled("tensor_parallel.autotp_size")
-        result.problems.append(Problem(spelled, "invalid", f"is {size} while `mesh.tp` is {show(given)}; keep one of them"))
+        text = f"is {size} while `mesh.tp` is {show(given)}; keep one of them"
+        result.problems.append(Problem(spelled, "invalid", text))
     mesh["tp"] = int(size)
 
 

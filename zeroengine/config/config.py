@@ -69,6 +69,9 @@ class Config(Section):
     seed: Count | None = key(None, "Seed of the engine's own random choices. Null: torch's seed.", ours=True)
     strict: Flag = key(True, "False turns unknown keys into a warning.", ours=True)
 
+    zero_allow_untested_optimizer: Flag = key(
+        False, "Give an optimizer class that is not known to be element-wise flat pieces of the parameters."
+    )
     optimizer: OptimizerSection | None = key(None, "The optimizer. Null: given in code.")
     scheduler: SchedulerSection | None = key(None, "The learning-rate schedule. Null: given in code, or none.")
     fp16: Fp16Section = key(None, "Training in fp16.", factory=Fp16Section)
@@ -149,8 +152,11 @@ class Config(Section):
         size = world_size // apart
         shard = mesh.dp_shard
         if size % mesh.dp_replicate or (shard is not None and mesh.dp_replicate * shard != size):
-            wanted = f"mesh.dp_replicate {mesh.dp_replicate}" + (f" × mesh.dp_shard {shard}" if shard is not None else "")
-            raise ConfigError(f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}")
+            wanted = f"mesh.dp_replicate {mesh.dp_replicate}"
+            wanted += "" if shard is None else f" × mesh.dp_shard {shard}"
+            raise ConfigError(
+                f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}"
+            )
         return size
 
     def to_dict(self, batch: BatchSizes | None = None) -> dict[str, Any]:
@@ -224,8 +230,9 @@ def _problem(details: Any, result: Canonical) -> Problem:
     text = str(cause) if cause is not None else str(details["msg"])
     if isinstance(details["input"], (dict, Section)):
         return Problem(result.spelled(path), "invalid", text)
-    kind: Literal["refused", "invalid"] = "refused" if isinstance(cause, RefusedValue) else "invalid"
-    return Problem(result.spelled(path), kind, f"{'is' if kind == 'refused' else 'has the value'} {show(details['input'])}: {text}")
+    if isinstance(cause, RefusedValue):
+        return Problem(result.spelled(path), "refused", f"is {show(details['input'])}: {text}")
+    return Problem(result.spelled(path), "invalid", f"has the value {show(details['input'])}: {text}")
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zeroengine.config.spec import Kind, KeySpec, always, never, other_than, present, switched_on, switched_on_below
+from zeroengine.config.spec import KeySpec, Kind, always, never, other_than, present, switched_on, switched_on_below
 
 _MONITOR = "monitoring only, the training is the same"
 _SPEED = "affects speed or memory only"
@@ -45,7 +45,9 @@ class Foreign:
 _OPEN_CHILDREN = ("arg_mappings", "prof_ops", "throughput", "schedule_config", "model_info", "tuning_space")
 
 
-def _ignored(name: str, meaning: str, reason: str, keys: str | None = "", asks: Callable[[Any], bool] = switched_on) -> Foreign:
+def _ignored(
+    name: str, meaning: str, reason: str, keys: str | None = "", asks: Callable[[Any], bool] = switched_on
+) -> Foreign:
     return Foreign(name, Kind.IGNORED, meaning, reason, asks, None if keys is None else tuple(keys.split()))
 
 
@@ -103,10 +105,8 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("datastates_ckpt", "Checkpoint service.", "checkpoints are written by the engine itself", None, present),
     _ignored("graph_harvesting", "CUDA graphs.", _SPEED),
     _ignored("sparse_gradients", "Sparse reduction of embedding gradients.", "the dense sum has the same values"),
-    _ignored("disable_allgather", "Old switch.", "it has had no effect for years"),
-    _ignored("use_node_local_storage", "Old place of `checkpoint.use_node_local_storage`.", "it is not read here"),
-    _ignored("log_level", "Level of the log.", "affects the log only; set the environment variable ZE_LOG_LEVEL", asks=present),
-    _ignored("zero_allow_untested_optimizer", "Permission for any optimizer.", "every optimizer is allowed", asks=never),
+    _ignored("disable_allgather", "Old switch.", "updated weights are always all-gathered"),
+    _ignored("log_level", "Level of the log.", "set the environment variable ZE_LOG_LEVEL", asks=present),
     _ignored(
         "zero_force_ds_cpu_optimizer", "Insist on one CPU optimizer for offload.",
         "the engine's update runs wherever the state lives", asks=never,
@@ -122,7 +122,8 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     _refused("sparse_attention", "Block-sparse attention.", _CHANGED + "; build it into the model", asks=present),
     _refused(
-        "compression_training", "Quantisation and pruning while training.", _CHANGED + "; remove it", asks=switched_on_below
+        "compression_training", "Quantisation and pruning while training.", _CHANGED + "; remove it",
+        asks=switched_on_below,
     ),
     _refused("quantize_training", "Mixture of quantisation.", _CHANGED + "; remove it", asks=present),
     _refused("weight_quantization", "Quantised weights.", _CHANGED + "; remove it", asks=present),
@@ -154,7 +155,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
 )  # fmt: skip
 
-# Keys that are not read at the place where people write them, and what to write instead.
+# Keys that do not exist, by full path or name, and the key or the advice to give instead.
 RENAMED: dict[str, str] = {
     "max_grad_norm": "gradient_clipping",
     "max_norm": "gradient_clipping",
@@ -168,8 +169,11 @@ RENAMED: dict[str, str] = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "accumulation_steps": "gradient_accumulation_steps",
     "learning_rate": "optimizer.params.lr",
-    "opt_level": "amp.opt_level",
-    "monitor_config": "csv_monitor",
+    "opt_level": "it belongs to Apex; mixed precision by `fp16` or `bf16` has no levels, remove it",
+    "fp16.fp16": "fp16.enabled",
+    "fp16_scale_tolerance": "the dynamic loss scale has no tolerance, remove it",
+    "monitor_config": "monitors are sections of the top level: `tensorboard`, `wandb`, `csv_monitor`, `comet`",
+    "cuda_visible_devices": "set the environment variable CUDA_VISIBLE_DEVICES",
     "comms_config": "comms_logger",
     "zero": "zero_optimization",
     "bfp16": "bf16",

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from zeroengine.config.foreign import FOREIGN, OLD_FORMS, OPTIMIZER_PARAMS, RENAMED, SCHEDULER_PARAMS
-from zeroengine.config.spec import Kind, KeySpec, Mark, Section
+from zeroengine.config.spec import KeySpec, Kind, Mark, Section
 from zeroengine.config.values import TYPE_WORDS, FrozenMap, show
 
 _COMMENT_KEY = re.compile(r"^(?:_|x-|//|#|\$)|^(?:comment|comments)$")
@@ -30,10 +30,12 @@ class KeyTable(Mapping[str, KeySpec]):
     def __init__(self, root: type[Section]) -> None:
         self._rows = {row.path: row for row in [*_typed(root, ""), *_params(), *_old_forms(), *_foreign()]}
         self._canonical = {
-            f"{row.parent}.{name}" if row.parent else name: row.path for row in self._rows.values() for name in row.spellings
+            f"{row.parent}.{name}".lstrip("."): row.path for row in self._rows.values() for name in row.spellings
         }
+        # A key below a section that is not read is no place to send anyone to, except from within that section.
+        self._places = [path for path in [*self._rows, *self._canonical] if self._is_read(path)]
         self._by_name: dict[str, list[str]] = {}
-        for path in [*self._rows, *self._canonical]:
+        for path in self._places:
             self._by_name.setdefault(_folded(path.rpartition(".")[2]), []).append(path)
 
     def __getitem__(self, path: str) -> KeySpec:
@@ -55,10 +57,8 @@ class KeyTable(Mapping[str, KeySpec]):
         section, _, name = path.rpartition(".")
         target = RENAMED.get(path) or RENAMED.get(_folded(name))
         if target is not None and target != path:
-            return f"write `{target}`"
+            return f"write `{target}`" if target in self._rows else target
         exact = self._by_name.get(_folded(name), [])
-        if path in (spelled for spelled in exact if spelled == path):
-            exact = []
         same = [candidate for candidate in exact if candidate.rpartition(".")[0] == section]
         if same:
             return f"did you mean `{same[0]}`?"
@@ -74,12 +74,20 @@ class KeyTable(Mapping[str, KeySpec]):
         nearest = near or self._nearest(name, section, 0.5)
         if nearest is not None:
             return f"the nearest key is `{nearest}`"
-        known = ", ".join(row.name for row in self._rows.values() if row.parent == section)
-        return f"known keys of `{section}` are {known}" if section and known else "there is no similar key"
+        known = [row.name for row in self._rows.values() if row.parent == section]
+        if section and 0 < len(known) <= 12:
+            return f"known keys of `{section}` are {', '.join(known)}"
+        return "there is no similar key"
+
+    def _is_read(self, path: str) -> bool:
+        row = self._rows[self._canonical.get(path, path)]
+        return row.kind is Kind.HONOURED or not row.parent or bool(row.meaning)
 
     def _nearest(self, name: str, section: str | None, cutoff: float) -> str | None:
         """The key with the most similar name in `section` (None: anywhere)."""
-        paths = [p for p in [*self._rows, *self._canonical] if section is None or p.rpartition(".")[0] == section]
+        paths = self._places
+        if section is not None:
+            paths = [path for path in [*self._rows, *self._canonical] if path.rpartition(".")[0] == section]
         by_name: dict[str, str] = {}
         for path in paths:
             by_name.setdefault(path.rpartition(".")[2], path)
@@ -126,7 +134,8 @@ def _params() -> Iterator[KeySpec]:
 def _old_forms() -> Iterator[KeySpec]:
     """Keys that become others before they are typed, see `canonical.py`."""
     for name, target in OLD_FORMS.items():
-        yield KeySpec(f"zero_optimization.{name}", Kind.HONOURED, f"Old form of `{target}.device: cpu`.", "true or false")
+        meaning = f"Old form of `{target}.device: cpu`."
+        yield KeySpec(f"zero_optimization.{name}", Kind.HONOURED, meaning, "true or false")
 
 
 def _foreign() -> Iterator[KeySpec]:
@@ -167,6 +176,5 @@ def _type_words(field: FieldInfo) -> str:
             return TYPE_WORDS[item.func] + optional
     if get_origin(annotation) is Literal:
         return ", ".join(str(choice) for choice in get_args(annotation)) + optional
-    return {int: "integer", float: "number", bool: "true or false", str: "string", FrozenMap: "object"}.get(
-        annotation, "integer" if NoneType in get_args(annotation) else str(annotation)
-    ) + optional
+    words: dict[Any, str] = {int: "integer", float: "number", bool: "true or false", str: "string", FrozenMap: "object"}
+    return words.get(annotation, "integer" if NoneType in get_args(annotation) else str(annotation)) + optional

@@ -1,4 +1,4 @@
-"""Names of optimizers and schedules: one spelling each, whatever the case; refusal of those that compute something else."""
+"""Names of optimizers and schedules: one spelling each, whatever the case; some that compute something else."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def optimizer_name(name: str) -> str:
     lower = name.lower()
     if lower in _COMPRESSED:
         raise RefusedValue(
-            f"the 1-bit optimizers send approximate gradients, which changes the result; write \"{_COMPRESSED[lower]}\" "
-            "and remove the parameters that only they know"
+            "the 1-bit optimizers send approximate gradients, which changes the result; write "
+            f'"{_COMPRESSED[lower]}" and remove the parameters that only they know'
         )
     if lower in _WIDTH_SCALED:
         raise RefusedValue(

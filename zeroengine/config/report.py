@@ -10,7 +10,7 @@ from typing import Any, Literal
 from zeroengine.config.canonical import is_comment
 from zeroengine.config.config import Config, Examined, examine
 from zeroengine.config.keys import KeyTable
-from zeroengine.config.spec import Kind, KeySpec
+from zeroengine.config.spec import KeySpec, Kind
 
 ReportKind = Literal["honoured", "ignored", "refused", "unknown", "invalid", "auto", "comment"]
 
@@ -79,20 +79,22 @@ def markdown(table: KeyTable) -> str:
         "",
         "<!-- Made from the table of keys by zeroengine.config.report.markdown; do not edit. -->",
         "",
-        "A key is *honoured*; or *ignored*: it cannot change the result, has no effect here, and one warning names all such",
-        "keys that ask for something; or *refused*: it would change the result, and asking for it is an error. Any other key",
-        "is an error that names the nearest one, unless `strict` is false; keys that start with `_`, `x-`, `//`, `#` or `$`,",
-        "and `comment`, are remarks. `\"auto\"` is filled where the answer is known and an error otherwise.",
+        "A key is *honoured*; or *ignored*: it cannot change the result, has no effect here, and one warning names",
+        "all such keys that ask for something; or *refused*: it would change the result, and asking for it is an",
+        "error. Any other key is an error that names the nearest one, unless `strict` is false; keys that start with",
+        "`_`, `x-`, `//`, `#` or `$`, and `comment`, are remarks. `\"auto\"` is filled where the answer is known and an",
+        "error otherwise.",
         "",
     ]
     sections = [""] + [row.path for row in table.values() if row.section and not row.open and row.kind is Kind.HONOURED]
     for section in sections:
-        rows = [row for row in table.values() if row.parent == section and not (section == "" and row.kind is not Kind.HONOURED)]
+        rows = [row for row in table.values() if row.parent == section and (section or row.kind is Kind.HONOURED)]
         lines += [f"## {f'`{section}`' if section else 'Top level'}", ""]
         if section:
             lines += [table[section].meaning, ""]
         lines += ["| key | type | default | class | meaning |", "|---|---|---|---|---|", *map(_line, rows), ""]
-    lines += ["## Known keys of DeepSpeed without a place here", "", "| key | class | meaning | why |", "|---|---|---|---|"]
+    lines += ["## Known keys of DeepSpeed without a place here", ""]
+    lines += ["| key | class | meaning | why |", "|---|---|---|---|"]
     for row in table.values():
         if not row.parent and row.kind is not Kind.HONOURED:
             lines.append(f"| `{row.path}` | {row.kind.value} | {row.meaning} | {row.reason} |")

@@ -23,11 +23,12 @@ from zeroengine.config.values import (
     choice,
 )
 
+
 def _no_params() -> FrozenMap:
     return FrozenMap({})
 
 
-_MASTERS = "masters and gradients stay in fp32 here, and fewer bits change the result; remove the key or set it to false"
+_MASTERS = "masters and gradients stay in fp32, and fewer bits change the result; remove the key or set it to false"
 _RECOMPUTE = "the model's own activation checkpointing is used as it is; this affects memory and speed only"
 
 
@@ -45,7 +46,7 @@ class SchedulerSection(Section):
     """The learning-rate schedule that the engine builds and steps. `params` are checked when it is built."""
 
     type: Annotated[Text, AfterValidator(schedule_name)] = key(
-        ..., "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or any class of `torch.optim.lr_scheduler`."
+        ..., "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or a class of `torch.optim.lr_scheduler`."
     )
     params: Params = key(None, "Keyword arguments of the schedule.", open_below=True, factory=_no_params)
 

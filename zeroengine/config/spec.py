@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zeroengine.config.values import plain_flag, plain_number
 
 
-class Kind(str, Enum):
+class Kind(Enum):
     """What the engine does with a known key."""
 
     HONOURED = "honoured"
@@ -128,11 +128,11 @@ def key(
 
 
 def ignored(
-    default: Any, meaning: str, reason: str, *spellings: str, asks: Callable[[Any], bool] | None = None, factory: Any = None
+    default: Any, meaning: str, reason: str, *spellings: str, asks: Callable[[Any], bool] | None = None
 ) -> Any:
     """A field whose value cannot change the result and has no effect here. Its default is passed over silently."""
     mark = Mark(Kind.IGNORED, reason, asks or other_than(default), spellings=spellings)
-    return _field(default, meaning, mark, factory)
+    return _field(default, meaning, mark, None)
 
 
 def refused(default: Any, meaning: str, reason: str, asks: Callable[[Any], bool] | None = None) -> Any:

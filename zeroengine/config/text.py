@@ -22,7 +22,8 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?$")
 _SINGLE_QUOTED = re.compile(r"'((?:[^'\\\n]|\\.)*)'")
 _WORDS: dict[str, Any] = {
     "true": True, "false": False, "null": None, "True": True, "False": False, "None": None,
-    "Infinity": float("inf"), "-Infinity": float("-inf"), "inf": float("inf"), "-inf": float("-inf"), "NaN": float("nan"),
+    "Infinity": float("inf"), "-Infinity": float("-inf"), "inf": float("inf"), "-inf": float("-inf"),
+    "NaN": float("nan"),
 }  # fmt: skip
 _MAX_DEPTH = 60
 
@@ -34,7 +35,8 @@ def parse(text: str, origin: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return _Reader(text, origin).document()
     if not isinstance(value, dict):
-        raise ConfigError(f"{origin}: line 1, column 1: a configuration is an object {{...}}, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise ConfigError(f"{origin}: line 1, column 1: a configuration is an object {{...}}, not {kind}")
     return value
 
 

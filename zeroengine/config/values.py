@@ -26,6 +26,7 @@ class FrozenMap(Mapping[str, Any]):
     """A mapping of plain values that cannot be changed; lists inside are tuples, mappings inside are `FrozenMap`s."""
 
     __slots__ = ("_items",)
+    _items: dict[str, Any]
 
     def __init__(self, items: Mapping[str, Any]) -> None:
         object.__setattr__(self, "_items", {key: _freeze(value) for key, value in items.items()})

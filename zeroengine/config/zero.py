@@ -12,7 +12,7 @@ from zeroengine.config.values import Count, Flag, Fraction, Params, PositiveInte
 Device = Annotated[Literal["none", "cpu", "nvme"], choice("none", "cpu", "nvme")]
 _ONE_BUCKET = "the bucket is the unit of communication here, see `zero_optimization.bucket_size`"
 _REARRANGED = "the mechanism here has no such step"
-_QUANTIZED = "values sent in fewer bits change the result, and this engine sends them exactly; remove the key or set it to false"
+_QUANTIZED = "values sent in fewer bits change the result, and the engine sends them exactly; remove the key"
 
 
 def _stage(value: object) -> int:

@@ -104,15 +104,15 @@ class FlatMaster:
                 yield part.view, Piece(part.name, part.shape, part.start, part.view.data.view(-1))
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether each element is updated by itself, so that flat pieces are right. None: not known for this class."""
-    name = type(optimizer).__name__
-    declared = getattr(optimizer, "elementwise", None)
+def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool | None:
+    """Whether each element is updated by itself, so that flat pieces are right. None: not known for this class.
+
+    A class can declare it with an attribute `elementwise = True`.
+    """
+    declared = getattr(cls, "elementwise", None)
     if isinstance(declared, bool):
         return declared
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return name in _ELEMENTWISE
-    return None
+    return cls.__name__ in _ELEMENTWISE if cls.__module__.startswith("torch.optim") else None
 
 
 _ELEMENTWISE = frozenset(
@@ -122,7 +122,7 @@ _ELEMENTWISE = frozenset(
 
 def check_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, allow_untested: bool) -> None:
     """Refuses an optimizer that would be fed pieces it does not understand."""
-    known = is_elementwise(optimizer)
+    known = is_elementwise(type(optimizer))
     name = type(optimizer).__name__
     if optimizer.state:
         raise ConfigError(
