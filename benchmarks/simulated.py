@@ -75,7 +75,7 @@ class SimulatedJob:
         _ = zeroengine.initialize  # names resolve on first use
         layer = SmallLayers(1, width)
         optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-        layer(torch.randn(2, width)).backward()
+        torch.autograd.backward(layer(torch.randn(2, width)))
         optimizer.step()
 
     def _plain(self, model: nn.Module) -> Any:
@@ -84,7 +84,7 @@ class SimulatedJob:
         def step() -> Tensor:
             optimizer.zero_grad()
             loss: Tensor = model(self.data)
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             return loss
 
