@@ -10,16 +10,9 @@ from benchmarks.errors import Unavailable, WorkerFailed
 from benchmarks.harness import WorkerGroup, number, paired_ratio, quartiles, rotated, table
 
 
-def _group(job: str, world: int = 2, timeout: float = 60.0) -> WorkerGroup:
-    return WorkerGroup(
-        job,
-        f"tests.benchmarks.jobs:{job}",
-        {"value": 10},
-        python=sys.executable,
-        world=world,
-        threads=1,
-        timeout=timeout,
-    )
+def _group(job: str, world: int = 2) -> WorkerGroup:
+    name = f"tests.benchmarks.jobs:{job}"
+    return WorkerGroup(job, name, {"value": 10}, python=sys.executable, world=world, threads=1, timeout=60.0)
 
 
 def test_group_answers_in_rank_order_and_keeps_state_between_turns() -> None:
