@@ -67,8 +67,7 @@ class Bucket:
         """Takes the initial values: `full` is flat, padded, equal on all ranks, and becomes the bucket's own."""
         if self.policy.shard_params:
             self.shard = full[self.own].clone()
-            for p in self.params:
-                hide(p)
+            hide(self.params)
         else:
             self.full, self.shard = full, full[self.own]
             self._show()
@@ -102,8 +101,7 @@ class Bucket:
         if work is not None:
             work.wait()
         if self.residency is Residency.WHOLE:
-            for p in self.params:
-                hide(p)
+            hide(self.params)
         full, self.full = self.full, None
         self.residency = Residency.RELEASED
         if full is not None:
@@ -119,6 +117,7 @@ class Bucket:
         self.wait()
         if self.full is not None:
             for p, values in zip(self.params, self.views(self.full), strict=True):
+                p.__class__ = p._zero.cls  # type: ignore[attr-defined]
                 p.data = values.clone()
                 del p._zero  # type: ignore[attr-defined]
         self.full = None
@@ -126,8 +125,7 @@ class Bucket:
 
     def _show(self) -> None:
         if self.full is not None:
-            for p, values in zip(self.params, self.views(self.full), strict=True):
-                show(p, values)
+            show(self.params, self.views(self.full))
         self.residency = Residency.WHOLE
 
 

@@ -11,7 +11,7 @@ memory and never a plausible value.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, Iterable, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class Slot:
     cls: type = nn.Parameter
     source: ValueSource | None = None
     stub: Tensor | None = field(default=None, repr=False)
+    active: int = 0  # running modules that own the parameter
 
 
 def slot_of(param: Tensor) -> Slot | None:
@@ -115,20 +116,35 @@ def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Ten
     return torch.full((1,) * max(len(shape), 0), fill, dtype=dtype, device=device).expand(shape)
 
 
-def show(param: nn.Parameter, values: Tensor) -> None:
-    """Gives `param` its values: `values` has its shape and dtype and lies in a bucket."""
+def show(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
+    """Gives parameters their values. Their class stays as it is: `activate` says who may use them as plain ones."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param, value in zip(params, values, strict=True):
+            param.data = value
+
+
+def hide(params: Iterable[nn.Parameter]) -> None:
+    """Takes the values of parameters away."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            slot: Slot = param._zero  # type: ignore[attr-defined]
+            if slot.stub is None:
+                slot.stub = stub_for(param.shape, param.dtype, param.device)
+            param.data = slot.stub
+            param.__class__ = ReleasedParameter
+
+
+def activate(param: nn.Parameter) -> None:
+    """The module that owns `param` runs: until `deactivate` it is a plain parameter, at no cost per operation."""
     slot: Slot = param._zero  # type: ignore[attr-defined]
-    if type(param) is ReleasedParameter:
+    slot.active += 1
+    if slot.active == 1:
         param.__class__ = slot.cls
-    param.data = values
 
 
-def hide(param: nn.Parameter) -> None:
-    """Takes the values of `param` away."""
+def deactivate(param: nn.Parameter) -> None:
+    """Uses from elsewhere go through `ReleasedParameter` again, whether or not the values are still gathered."""
     slot: Slot = param._zero  # type: ignore[attr-defined]
-    if type(param) is not ReleasedParameter:
-        if slot.stub is None:
-            slot.stub = stub_for(param.shape, param.dtype, param.device)
-        slot.cls = type(param)
-        param.data = slot.stub
+    slot.active -= 1
+    if slot.active == 0:
         param.__class__ = ReleasedParameter

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeroengine.errors import ReleasedParameterError
 from zeroengine.zero.bucket import Bucket, Residency
-from zeroengine.zero.residency import ReleasedParameter, slot_of
+from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
 from zeroengine.zero.window import GatherWindow
 
 
@@ -51,10 +51,19 @@ class SavedOther:
 
 
 @dataclass
+class _Unit:
+    """A module that owns sharded parameters itself, and their buckets."""
+
+    params: list[nn.Parameter]
+    buckets: list[Bucket]
+
+
+@dataclass
 class _Frame:
     """One running unit: what it pinned, and how to take its saved-tensor hooks off."""
 
     module: nn.Module
+    active: list[nn.Parameter]
     pinned: list[Bucket]
     hooks: contextlib.ExitStack
 
@@ -121,13 +130,19 @@ class Sharder:
         for b in buckets:
             b.gather()
             b.pins += 1
+        active: list[nn.Parameter] = []
         try:
             for b in buckets:
                 b.wait()
                 if b.full is not None:
                     self._by_storage[b.full.untyped_storage().data_ptr()] = b
+                for p in b.params:
+                    activate(p)
+                    active.append(p)
             yield
         finally:
+            for p in active:
+                deactivate(p)
             for b in buckets:
                 b.pins -= 1
             if not self._frames:
@@ -168,6 +183,8 @@ class Sharder:
             self._frames[-1].pinned.append(bucket)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
+        # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before
+        # (activation checkpointing, offload of activations).
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack_other: Callable[[Tensor], Any] = outer[0] if outer else SavedOther
         unpack_other: Callable[[Any], Tensor] = outer[1] if outer else SavedOther.unpack
@@ -202,23 +219,31 @@ class Sharder:
 
     def _install(self) -> None:
         for module in self.module.modules():
-            own = [slot_of(p) for p in module._parameters.values() if p is not None]
-            buckets = list(dict.fromkeys(s.bucket for s in own if s is not None and s.bucket.policy.shard_params))
-            if buckets or module is self.module:
-                self._handles.append(module.register_forward_pre_hook(self._enter(buckets), prepend=True))
+            unit = _Unit([], [])
+            for p in module._parameters.values():
+                slot = slot_of(p) if p is not None else None
+                if p is not None and slot is not None and slot.bucket.policy.shard_params:
+                    unit.params.append(p)
+                    if slot.bucket not in unit.buckets:
+                        unit.buckets.append(slot.bucket)
+            if unit.buckets or module is self.module:
+                self._handles.append(module.register_forward_pre_hook(self._enter(unit), prepend=True))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
-    def _enter(self, buckets: list[Bucket]) -> Callable[[nn.Module, Any], None]:
+    def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
-            frame = _Frame(module, [], contextlib.ExitStack())
+            frame = _Frame(module, [], [], contextlib.ExitStack())
             self._frames.append(frame)
-            for bucket in buckets:
+            for bucket in unit.buckets:
                 self.use(bucket)
                 bucket.pins += 1
                 frame.pinned.append(bucket)
-            if torch.is_grad_enabled():
+            for p in unit.params:
+                activate(p)
+                frame.active.append(p)
+            if unit.buckets and torch.is_grad_enabled():
                 frame.hooks.enter_context(self.saving())
 
         return enter
@@ -228,6 +253,8 @@ class Sharder:
         while self._frames:
             frame = self._frames.pop()
             frame.hooks.close()
+            for p in frame.active:
+                deactivate(p)
             for bucket in frame.pinned:
                 bucket.pins -= 1
             if frame.module is module:
