@@ -132,7 +132,7 @@ def _summary(name: str, record: Record, limit: Record, losses: Record | None, se
         "first_loss": record.losses[0],
         "last_loss": record.losses[-1],
         "loss_difference": _loss_difference(record, losses),
-        "sent_bytes": statistics.median(sum(each.values()) for each in sent) if sent else None,
+        "sent_bytes": statistics.median(each["total"] for each in sent) if sent else None,
         "sent_formula_bytes": _formula(name, settings, parameters),
         "loopback_bytes": statistics.median(record.loopback) if record.loopback else None,
         "parameters": parameters,

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.errors import Unavailable
 from benchmarks.settings import Settings
@@ -30,11 +32,12 @@ class Trainer(Protocol):
         ...
 
     def traffic(self) -> dict[str, int] | None:
-        """Bytes that this rank has sent so far, by kind; None when the system does not count them."""
+        """Bytes that this rank has sent so far, by kind, and `total`, that of parameters and gradients; None when the
+        system does not count them."""
         ...
 
     def report(self) -> Any:
-        """What the system itself says about its memory; None when it says nothing."""
+        """What the system itself says about memory and traffic; None when it says nothing."""
         ...
 
 
@@ -115,10 +118,15 @@ class _EngineTrainer:
 
 class _ZeroEngineTrainer(_EngineTrainer):
     def traffic(self) -> dict[str, int] | None:
-        return {str(kind): int(count) for kind, count in self.engine.traffic().items()}
+        sent: dict[str, int] = self.engine.traffic()
+        return sent
 
     def report(self) -> Any:
-        return self.engine.memory_report()
+        return {
+            "memory": self.engine.memory_report(),
+            "planned_memory": self.engine.planned_memory(),
+            "planned_traffic": self.engine.planned_traffic(),
+        }
 
 
 class Limit:
@@ -147,9 +155,6 @@ class Fsdp2:
         dist.init_process_group("gloo")
 
     def build(self, model: nn.Module, settings: Settings) -> Trainer:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         mesh = init_device_mesh("cpu", (settings.nproc,))
         precision = MixedPrecisionPolicy()
         if settings.dtype == "bf16":
@@ -207,6 +212,7 @@ class ZeroEngine:
     def prepare(self, settings: Settings) -> None:
         import zeroengine
 
+        _ = zeroengine.initialize  # names resolve on first use
         zeroengine.init_distributed("gloo")
 
     def build(self, model: nn.Module, settings: Settings) -> Trainer:

@@ -47,7 +47,7 @@ class _Group:
         return [
             {
                 "seconds": [1.0 + rank] * steps, "losses": [2.0 + rank] * steps, "resident": 10 + rank, "shared": 0,
-                "peak": None, "sent": {"gather": 8 * steps}, "report": None,
+                "peak": None, "sent": {"total": 8 * steps}, "report": None,
             }
             for rank in range(2)
         ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_turns_are_interleaved_and_paired_with_the_reference(monkeypatch: pytest
         assert len(record.step_seconds) == 6
         assert record.losses == [2.5] * 7  # mean over ranks; warm-up counts
         assert record.resident == [11, 11, 11]  # the largest rank
-        assert record.sent == [{"gather": 8.0}] * 3  # a step
+        assert record.sent == [{"total": 8.0}] * 3  # a step
     assert not machine.open
 
 
