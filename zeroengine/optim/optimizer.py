@@ -14,6 +14,7 @@ from zeroengine.logging import log_rank0
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.update import FlatMaster
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
@@ -63,6 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard_ranks = shard_ranks
         self._max_skips = max_skips
         self._skipped_in_a_row = 0
+        sharder.on_edit = self._follow_edit
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
 
@@ -159,6 +161,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
                 "look at the data of these batches, or train in bf16 or fp32"
             )
+
+    def _follow_edit(self, bucket: Bucket) -> None:
+        for master in self.masters:
+            if master.bucket is bucket:
+                master.refresh()
 
     def refresh_masters(self) -> None:
         """Makes fp32 masters follow the values (weights were loaded or edited without optimizer state)."""

@@ -93,9 +93,11 @@ class FlatMaster:
             self.bucket.version += 1
 
     def refresh(self) -> None:
-        """Makes the master follow the values (after a load of weights only)."""
+        """Makes the master follow the values where they changed (weights were loaded or edited); elsewhere it keeps its
+        precision."""
         if self.separate:
-            self.flat.copy_(self._values)
+            changed = self.flat.to(self._values.dtype) != self._values
+            self.flat.copy_(torch.where(changed, self._values.to(self.flat.dtype), self.flat))
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """Every part as a `Piece` of its parameter's master values."""

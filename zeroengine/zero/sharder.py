@@ -83,6 +83,7 @@ class Sharder:
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._backward_running = False
+        self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
         for bucket in buckets:
             for p in bucket.params:
                 slot = slot_of(p)
@@ -110,6 +111,14 @@ class Sharder:
         bucket.wait()
         if bucket.full is not None:
             self._by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
+
+    def edited(self, bucket: Bucket) -> None:
+        """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
+        if bucket.full is not None and bucket.policy.shard_params:
+            bucket.shard.copy_(bucket.full[bucket.own])
+        bucket.version += 1
+        if self.on_edit is not None:
+            self.on_edit(bucket)
 
     def release_all(self) -> None:
         """Releases everything that nobody has pinned."""
