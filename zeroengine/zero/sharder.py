@@ -8,8 +8,9 @@ by gathering the bucket again. What may be released is decided at the next use o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +204,7 @@ class Sharder:
             bucket = by_storage.get(_storage_of(t))
             if bucket is None or t.dtype is not bucket.dtype:
                 return pack_other(t)
-            return SavedSlice(bucket, t.storage_offset(), t.shape, t.stride(), bucket.version)
+            return SavedSlice(bucket, int(t.storage_offset()), t.shape, t.stride(), bucket.version)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedSlice:
