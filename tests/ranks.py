@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import time
@@ -49,9 +50,9 @@ def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        pipe.send(("ok", fn(rank, world, *args)))
+        pipe.send_bytes(pickle.dumps(("ok", fn(rank, world, *args))))  # plain pickle: no shared memory outlives the rank
     except BaseException:  # the parent reports it
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.stderr.flush()
         os._exit(1)
     sys.stdout.flush()
@@ -71,21 +72,23 @@ def run_ranks(
         procs.append(p)
         pipes.append(here)
     outcomes = [Outcome() for _ in range(world)]
-    pending = set(range(world))
+    pending, drained = set(range(world)), set()  # a pipe at its end polls as readable for ever
     while pending and time.monotonic() - start < timeout:
+        if pending <= drained:
+            time.sleep(0.01)
         for r in list(pending):
-            if pipes[r].poll(0.01):
+            if r not in drained and pipes[r].poll(0.01):
                 try:
-                    kind, value = pipes[r].recv()
+                    kind, value = pickle.loads(pipes[r].recv_bytes())
                     if kind == "ok":
                         outcomes[r].value = value
                     else:
                         outcomes[r].error = value
                 except EOFError:
-                    pass
+                    drained.add(r)
             if not procs[r].is_alive():
                 procs[r].join()
-                if pipes[r].poll(0):
+                if r not in drained and pipes[r].poll(0):
                     continue
                 outcomes[r].exitcode = procs[r].exitcode
                 outcomes[r].seconds = time.monotonic() - start

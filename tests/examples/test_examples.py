@@ -1,0 +1,180 @@
+"""Every example on tiny settings and two ranks: what it writes, what it leaves behind, and how it refuses bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.launch import EXAMPLES, run_example, start_example
+
+CONFIGS = sorted((EXAMPLES / "configs").glob("*.json"))
+TINY = ("--max-length", 48, "--new-tokens", 4, "--eval-pairs", 5)
+
+
+def write_config(path: Path, micro_batch: int, accumulation: int, **more: Any) -> Path:
+    """Stage 3 with SGD, whose update is as small as the gradient: a wrong weight of a token shows in the weights."""
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+        **more,
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def losses(out: str) -> tuple[float, float]:
+    before, after = (re.search(rf"Held-out loss {when}: ([\d.]+)", out) for when in ("before", "after"))
+    assert before and after, out
+    return float(before.group(1)), float(after.group(1))
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(folder / "model" / "model.safetensors"))
+
+
+def test_finetuning_learns_and_leaves_a_model_that_loads(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    options = ("--model", tiny_model, "--data", pairs_file, "--output", tmp_path, "--steps", 12, "--lr", 0.01, *TINY)
+    out = run_example("finetune_causal_lm.py", "--config", EXAMPLES / "configs" / "zero3.json", *options)
+    before, after = losses(out)
+    assert after < 0.9 * before, out
+    memory = re.search(r"Memory of rank 0 in MiB: (.*)", out)
+    assert memory and all(kind in memory.group(1) for kind in ("parameters", "gradients", "optimizer", "working")), out
+    assert "Generated before:" in out and "Generated after:" in out
+    assert any((tmp_path / "checkpoint").iterdir())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    original = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    ids = tokenizer("1 red green blue one : red", return_tensors="pt").input_ids
+    with torch.no_grad():
+        trained, untrained = (m(input_ids=ids, labels=ids).loss for m in (model, original))
+    assert trained < untrained
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_token_weighs_the_same_on_every_rank(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
+    """Two ranks that accumulate give the weights, and the losses, of one process on the same global batches."""
+    results = []
+    for ranks, micro_batch, accumulation in ((1, 8, 1), (2, 4, 1), (2, 2, 2)):
+        folder = tmp_path / f"{ranks}-{accumulation}"
+        config = write_config(tmp_path / f"{ranks}-{accumulation}.json", micro_batch, accumulation)
+        options = ("--model", tiny_model, "--data", pairs_file, "--output", folder, "--steps", 1, *TINY)
+        out = run_example("finetune_causal_lm.py", "--config", config, *options, ranks=ranks)
+        results.append((losses(out), weights(folder)))
+    (expected_losses, expected), *others = results
+    for got_losses, got in others:
+        assert got_losses == pytest.approx(expected_losses, abs=1.1e-4)
+        for name, tensor in expected.items():
+            difference = (got[name] - tensor).abs().max()
+            assert difference <= 1e-6, f"{name}: {difference}"
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
+    config = EXAMPLES / "configs" / "zero3.json"
+    options = ("--config", config, "--model", tiny_model, "--data", pairs_file, *TINY)
+    run_example("finetune_causal_lm.py", *options, "--steps", 4, "--output", tmp_path / "whole")
+    run_example("finetune_causal_lm.py", *options, "--steps", 2, "--output", tmp_path / "half")
+    resumed = ("--steps", 4, "--output", tmp_path / "rest", "--resume", tmp_path / "half")
+    out = run_example("finetune_causal_lm.py", *options, *resumed)
+    assert "after step 2" in out
+    whole, rest, half = weights(tmp_path / "whole"), weights(tmp_path / "rest"), weights(tmp_path / "half")
+    assert all(whole[name].equal(rest[name]) for name in whole)
+    assert not all(whole[name].equal(half[name]) for name in whole)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_plain_text_in_low_precision_with_recomputation(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat and the dog look at the moon and the star. " * 60)
+    options = ("--model", tiny_model, "--data", text, "--dtype", dtype, "--gradient-checkpointing", "--lr", 0.01, *TINY)
+    config = EXAMPLES / "configs" / "zero2.json"
+    out = run_example("finetune_causal_lm.py", "--config", config, "--output", tmp_path, "--steps", 6, *options)
+    before, after = losses(out)
+    assert after < before
+    assert {str(tensor.dtype) for tensor in weights(tmp_path).values()} <= {"torch.bfloat16", "torch.float16"}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_gpt_learns_with_every_config(config: Path) -> None:
+    options = ("--steps", 30, "--layers", 1, "--width", 64, "--length", 32, "--bytes", 100_000)
+    out = run_example("train_gpt.py", "--config", config, *options)
+    found = re.search(r"held-out loss ([\d.]+) before, ([\d.]+) after", out)
+    assert found, out
+    assert float(found.group(2)) < float(found.group(1)), out
+
+
+def refused(ended: list[Any], *messages: str) -> None:
+    """Every rank ended with code 2 and one line that names itself and holds all `messages`."""
+    for rank, end in enumerate(ended):
+        assert end.code == 2, f"rank {rank} ended with {end.code}\n{end.out}\n{end.err}"
+        lines = [line for line in end.err.splitlines() if "error:" in line]
+        assert len(lines) == 1 and f"rank {rank}: error:" in lines[0], end.err
+        assert "Traceback" not in end.err
+        for message in messages:
+            assert message in lines[0], lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--config": "none.json"}, "no such file"),
+        ({"--model": "none"}, "no such file or folder"),
+        ({"--model": "."}, "not a Hugging Face folder"),
+        ({"--model": "broken.jsonl"}, "neither a Hugging Face folder nor a .gguf file"),
+        ({"--data": "broken.jsonl"}, "broken.jsonl, line 2: not JSON"),
+        ({"--resume": "none"}, "no folder 'checkpoint'"),
+        ({"--config": "typo.json"}, "gradient_clipping"),
+        ({"--lr": "-1"}, "lr"),
+    ],
+    ids=lambda value: "-".join(f"{k[2:]}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_refused_on_every_rank(
+    tiny_model: Path, pairs_file: Path, tmp_path: Path, options: dict[str, str], message: str
+) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    write_config(tmp_path / "good.json", 1, 1)
+    write_config(tmp_path / "typo.json", 1, 1, gradient_cliping=1.0)
+    chosen: dict[str, object] = {"--config": tmp_path / "good.json", "--model": tiny_model, "--data": pairs_file}
+    for name, value in options.items():
+        chosen[name] = value if name == "--lr" else tmp_path / value
+    flags = [part for pair in chosen.items() for part in pair]
+    refused(start_example("finetune_causal_lm.py", *flags, "--output", tmp_path / "out", timeout=60), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_models_and_too_little_data_are_refused_on_every_rank(
+    tiny_model: Path, pairs_file: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "good.json", 2, 1)
+    small = tmp_path / "small.jsonl"
+    small.write_text('{"prompt": "red", "completion": "dog"}\n' * 3 + '{"prompt": "blue", "completion": "cat"}\n')
+    single = tmp_path / "single.jsonl"
+    single.write_text('{"prompt": "red", "completion": "dog"}\n' * 9)
+    unweighted = tmp_path / "unweighted"
+    shutil.copytree(tiny_model, unweighted)
+    (unweighted / "model.safetensors").unlink()
+    foreign = tmp_path / "foreign"
+    shutil.copytree(tiny_model, foreign)
+    (foreign / "config.json").write_text('{"model_type": "no_such_type"}')
+    cases: list[tuple[Path, Path, tuple[object, ...], str]] = [
+        (tiny_model, small, (), "3 training examples are too few: 2 ranks need 4"),
+        (tiny_model, single, (), "no held-out example"),
+        (tiny_model, pairs_file, ("--max-length", 4), "longer than --max-length 4"),
+        (tiny_model, pairs_file, ("--max-length", 128), "the model reads only 128"),
+        (unweighted, pairs_file, (), "cannot be loaded as a causal language model"),
+        (foreign, pairs_file, (), "cannot be loaded as a causal language model"),
+    ]
+    for model, data, more, message in cases:
+        options = ("--config", config, "--model", model, "--data", data, "--output", tmp_path / "out", *TINY, *more)
+        refused(start_example("finetune_causal_lm.py", *options, timeout=60), message)

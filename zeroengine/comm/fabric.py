@@ -1,0 +1,112 @@
+"""Makes the communicators of a process: groups, watches, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm.direct import DirectCommunicator
+from zeroengine.comm.fingerprint import Fingerprint
+from zeroengine.comm.health import process_monitor
+from zeroengine.comm.lane import Lane
+from zeroengine.comm.local import LocalCommunicator
+from zeroengine.comm.torch_comm import TorchCommunicator
+from zeroengine.comm.watch import HealthWatch
+from zeroengine.errors import RankError
+
+AnyCommunicator = TorchCommunicator | DirectCommunicator | LocalCommunicator
+
+_GRACE_SECONDS = 60.0  # torch's own timeout comes after ours, whose message names the rank
+
+
+class Fabric:
+    """Communicators over the default process group (`init_distributed` first).
+
+    `device` is where the data lives: CPU tensors travel over Gloo, CUDA tensors over NCCL. `timeout` is the number of
+    seconds in which a dead, stopped or diverged rank becomes an error; `stall_timeout` how long a rank may be busy in
+    user code before it counts as lost.
+    """
+
+    def __init__(
+        self, device: torch.device | str = "cpu", *, timeout: float = 10.0, stall_timeout: float = 600.0
+    ) -> None:
+        if not dist.is_initialized():
+            raise RankError("no process group: call zeroengine.init_distributed() first")
+        if timeout <= 0 or stall_timeout < timeout:
+            raise ValueError(f"comm timeouts must satisfy 0 < timeout ({timeout}) <= stall_timeout ({stall_timeout})")
+        self.device = torch.device(device)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.timeout = timeout
+        self.stall_timeout = stall_timeout
+        self.simulated = dist.get_backend() == "fake"
+        self._made: list[AnyCommunicator] = []
+        self._watch: HealthWatch | None = None
+        if self.world_size > 1 and not self.simulated:
+            self._watch = HealthWatch(process_monitor(min(1.0, timeout / 10)), timeout, stall_timeout)
+
+    def communicator(self, name: str, ranks: Sequence[int] | None = None, *, control: bool = False) -> AnyCommunicator:
+        """A new ordered stream over `ranks` (global, ascending; default: all). Collective over `ranks` only, so that a
+        partition of the world into any number of groups costs each rank one group; ranks that share groups must make
+        them in the same order. `control` asks for CPU tensors whatever the fabric's device.
+
+        A name tells streams apart in errors and in the health of the peers: use it once among the groups of a rank.
+        """
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        self._check(name, members)
+        made: AnyCommunicator
+        if len(members) == 1:
+            made = LocalCommunicator(name, self.rank)
+        elif self.simulated:
+            made = TorchCommunicator(name, self._new_group(name, members, "fake"), members, None, simulate=True)
+        elif control or self.device.type == "cpu":
+            made = TorchCommunicator(name, self._watched_group(name, members), members, self._watch)
+        else:
+            backend = dist.get_default_backend_for_device(self.device)
+            made = DirectCommunicator(name, self._new_group(name, members, backend), members)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Closes every communicator that is still open. Collective."""
+        while self._made:
+            self._made.pop().close()
+
+    def _check(self, name: str, members: tuple[int, ...]) -> None:
+        if self.rank not in members:
+            raise ValueError(f"rank {self.rank} asks for communicator {name!r} of ranks {members}, which it is not in")
+        if list(members) != sorted(set(members)) or members[0] < 0 or members[-1] >= self.world_size:
+            raise ValueError(
+                f"communicator {name!r}: ranks {members} are not ascending within 0..{self.world_size - 1}"
+            )
+        if any(made.name == name for made in self._made):
+            raise ValueError(f"communicator {name!r} exists; streams of one fabric need different names")
+
+    def _watched_group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        """Connecting waits for every member: in a lane, so that one that never comes is named."""
+        if self._watch is None:
+            raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")
+        found: list[dist.ProcessGroup] = []
+        peers = tuple(r for r in members if r != self.rank)
+        lane = Lane(f"creation of {name}", peers, self._watch, None)
+        mark = Fingerprint("new_group", name, 0, torch.uint8)
+        try:
+            lane.submit(mark, lambda: found.append(self._new_group(name, members, "gloo"))).wait()
+        finally:
+            lane.close(0.0)
+        return found[0]
+
+    def _new_group(self, name: str, members: tuple[int, ...], backend: str) -> dist.ProcessGroup:
+        make = partial(
+            dist.new_group,
+            list(members),
+            timeout=timedelta(seconds=self.stall_timeout + _GRACE_SECONDS),
+            backend=backend,
+            group_desc=f"zeroengine {name}",
+        )
+        # only the members meet; the whole world needs no such exception to torch's rule that all ranks make all groups
+        return make() if len(members) == self.world_size else make(use_local_synchronization=True)

@@ -1,0 +1,276 @@
+"""Health of the peers: a heartbeat of every process, and the watch that turns silence into a named error.
+
+One `Monitor` a process. A daemon thread writes this rank's `Status` to the store of the default process group about
+once a second and, while someone waits for other ranks, reads theirs. Only that thread touches the store: a store whose
+host is stopped blocks for ever, so no waiter may.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from zeroengine.comm.lane import Lane
+from zeroengine.comm.status import PeerView, Status, Wait
+from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start
+from zeroengine.errors import RankError
+from zeroengine.logging import logger
+
+_GOODBYE_SECONDS = 1.0
+_LINGER_SECONDS = 2.0
+_SETTLE_SECONDS = 0.2
+_ERROR_CHARACTERS = 600
+_ENDED = "zeroengine/health/ended"
+
+
+class Monitor:
+    """Heartbeat of this rank, and what is known of the others.
+
+    `store` is used by this object alone (give it a clone: a blocked call holds the connection). `interval` is the time
+    between heartbeats in seconds.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, store_host: int | None, interval: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.store_host = store_host
+        self.interval = interval
+        self.machine = machine_id()
+        self._store = store
+        self._lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._views: dict[int, tuple[Status, float]] = {}  # last status, and when it was first seen
+        self._known_since: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._sent = threading.Event()
+        self._end: tuple[str, str, bool] | None = None  # state, error, secondary
+        self._answered = time.monotonic()  # when the store last answered
+        self._store_closed = False
+        pid = os.getpid()
+        self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
+        self._beat = 0
+        self._write()
+        self._thread = threading.Thread(target=self._run, name="zeroengine health", daemon=True)
+        self._thread.start()
+
+    # -- what this rank is doing ------------------------------------------------------------------------------------
+
+    def add_lane(self, lane: Lane) -> None:
+        self._lanes.add(lane)
+        self._wake.set()
+
+    def issued(self) -> dict[str, int]:
+        return {lane.key: lane.issued for lane in list(self._lanes)}
+
+    @contextmanager
+    def waiting(self, wait: Wait) -> Iterator[None]:
+        """Publishes `wait` as what holds this rank up, and has the heartbeats of its ranks read meanwhile."""
+        ident, start = threading.get_ident(), time.monotonic()
+        with self._lock:
+            self._waits[ident] = replace(wait, seconds=start)  # seconds: the start, until it is published
+        self._wake.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits.pop(ident, None)
+
+    def forget(self) -> None:
+        """Stops reading heartbeats when nobody waits."""
+        with self._lock:
+            if not self._waits:
+                self._known_since.clear()
+
+    def record_end(self, state: str, error: str = "", secondary: bool = False) -> None:
+        """Publishes the end of this process; returns after a second at most, sent or not.
+
+        The rank that keeps the store stays for up to two more while others have not ended: they may be about to read
+        why somebody failed.
+        """
+        if self._end is not None and self._end[0] == "failed":
+            return
+        self._end = (state, error[-_ERROR_CHARACTERS:], secondary)
+        self._sent.clear()
+        self._wake.set()
+        keeper = self.rank == self.store_host
+        self._sent.wait(_GOODBYE_SECONDS + (_LINGER_SECONDS if keeper else 0.0))
+
+    def busy(self) -> bool:
+        """Whether a thread of this process is inside a collective."""
+        return any(lane.busy() for lane in list(self._lanes))
+
+    def settle(self) -> None:
+        """Waits a moment for threads inside a collective before the interpreter goes (see `_leave_at_once`). The lowest
+        ranks go first: their closed connections end the collectives of the others while those still wait."""
+        deadline = time.monotonic() + _SETTLE_SECONDS * (1 + self.rank % 8)
+        while self.busy() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    # -- what is known of others ------------------------------------------------------------------------------------
+
+    def view(self, rank: int) -> PeerView:
+        now = time.monotonic()
+        with self._lock:
+            if rank not in self._known_since:
+                self._known_since[rank] = now
+                self._wake.set()
+            known = self._views.get(rank)
+            since = max(self._known_since[rank], known[1] if known else 0.0)
+        return PeerView(rank, known[0] if known else None, now - since)
+
+    def restart_clocks(self) -> None:
+        """Forgets how long others were silent: this process itself was stopped, and everyone may have been."""
+        now = time.monotonic()
+        with self._lock:
+            self._known_since = dict.fromkeys(self._known_since, now)
+            self._answered = now
+
+    def store_silent(self) -> float:
+        """Seconds since the store last answered, beyond the usual interval; infinite when its connection is closed."""
+        return float("inf") if self._store_closed else max(0.0, time.monotonic() - self._answered - 2 * self.interval)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._end is None:
+            self._wake.wait(self.interval)
+            self._wake.clear()
+            try:
+                self._write()
+                self._read()
+                self._answered = time.monotonic()
+            except dist.DistNetworkError as error:
+                self._store_closed = True
+                logger.debug("the store is gone: %s", error)
+            except Exception as error:  # a store that fails is evidence about its host, not an error of ours
+                logger.debug("the store does not answer: %s", error)
+        try:
+            self._write()
+            self._linger(self._store.add(_ENDED, 1))
+        except Exception as error:
+            logger.debug("the end of this rank could not be published: %s", error)
+        self._sent.set()
+
+    def _linger(self, ended: int) -> None:
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self.rank == self.store_host and ended < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            ended = self._store.add(_ENDED, 0)
+
+    def _write(self) -> None:
+        self._beat += 1
+        self._store.set(_key(self.rank), self._status().pack())
+
+    def _status(self) -> Status:
+        place = main_thread_place()
+        now = time.monotonic()
+        with self._lock:
+            oldest = min(self._waits.values(), key=lambda w: w.seconds, default=None)
+        wait = replace(oldest, seconds=now - oldest.seconds) if oldest else None
+        lanes = list(self._lanes)
+        state, error, secondary = self._end or ("running", "", False)
+        return replace(
+            self._base,
+            beat=self._beat,
+            state=state,
+            error=error,
+            secondary=secondary,
+            issued={lane.key: lane.issued for lane in lanes},
+            poisoned={lane.key: str(lane.error)[:_ERROR_CHARACTERS] for lane in lanes if lane.error is not None},
+            wait=wait,
+            line=place.line,
+            call=place.call,
+            call_ranks=list(place.call_ranks) if place.call_ranks is not None else None,
+        )
+
+    def _read(self) -> None:
+        with self._lock:
+            ranks = [r for r in self._known_since if r != self.rank]
+        if self.store_host is not None and self.store_host != self.rank and self.store_host not in self._views:
+            ranks.append(self.store_host)  # known in time: when its host dies the store can no longer tell
+        ranks = [r for r in dict.fromkeys(ranks) if self._present(r)]
+        if not ranks:
+            self._store.check([_key(self.rank)])  # it answers: that is worth knowing
+            return
+        now = time.monotonic()
+        for rank, text in zip(ranks, self._store.multi_get([_key(r) for r in ranks]), strict=True):
+            status = Status.unpack(text)
+            with self._lock:
+                known = self._views.get(rank)
+                if known is None or known[0].beat != status.beat:
+                    self._views[rank] = (status, now)
+
+    def _present(self, rank: int) -> bool:
+        return rank in self._views or self._store.check([_key(rank)])
+
+
+def _key(rank: int) -> str:
+    return f"zeroengine/health/{rank}"
+
+
+# A process has one main thread, one sys.excepthook and one default process group, hence one monitor.
+_monitors: list[tuple[object, Monitor]] = []
+
+
+def process_monitor(interval: float = 1.0) -> Monitor:
+    """The monitor of this process for the default process group, started on first use."""
+    group = dist.group.WORLD
+    for owner, monitor in _monitors:
+        if owner is group:
+            return monitor
+    store = dist.distributed_c10d._get_default_store()
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    own.set_timeout(timedelta(seconds=max(2.0, 3 * interval)))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    monitor = Monitor(own, dist.get_rank(), dist.get_world_size(), None if agent else 0, interval)
+    _monitors[:] = [(group, monitor)]
+    _install_hooks(monitor)
+    return monitor
+
+
+def _install_hooks(monitor: Monitor) -> None:
+    previous, pid = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == pid:  # not in a forked child
+            text = "".join(traceback.format_exception_only(kind, error)).strip()
+            monitor.record_end("failed", text, isinstance(error, RankError))
+        previous(kind, error, trace)
+        if os.getpid() == pid and monitor.busy():
+            _leave_at_once(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def bye() -> None:
+        if os.getpid() == pid:
+            monitor.record_end("exited")
+            monitor.settle()
+
+    sys.excepthook = hook
+    atexit.register(bye)
+
+
+def _leave_at_once(code: int) -> None:
+    """Ends the process after an uncaught error while a thread is in a collective that will not end.
+
+    The thread cannot be interrupted: Gloo has no abort. If its peer closes the connection while the interpreter is
+    being taken down, the thread comes back into an interpreter that is no more and ends the process with SIGABRT
+    instead of the exit code. So what an ordinary exit would run is run here, and the rest is left out.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

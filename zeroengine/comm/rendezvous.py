@@ -1,0 +1,177 @@
+"""Meeting of the ranks: the store on MASTER_ADDR:MASTER_PORT, with clear errors within seconds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zeroengine.errors import ConfigError, RankError
+
+_HANDSHAKE_SECONDS = 8.0
+_PORT_REMEDY = "Choose another MASTER_PORT (a launcher chooses a free one by itself), or end the process that holds it."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank and number of ranks of this process, and where they meet."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    agent_store: bool  # the launcher keeps the store, no rank does
+    attempt: str
+
+
+def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, mpi: bool) -> Place | None:
+    """Reads torchrun's variables (with `mpi`: an MPI launcher's where those lack). None: a single process."""
+    if mpi and "RANK" not in env:
+        env = {**env, **_mpi_variables(env)}
+    rank = rank if rank >= 0 else _integer(env, "RANK", 0)
+    world_size = world_size if world_size > 0 else _integer(env, "WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"RANK={rank} is outside 0..{world_size - 1} (WORLD_SIZE={world_size})")
+    if world_size == 1 and "MASTER_ADDR" not in env:
+        return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
+        raise ConfigError(
+            f"rank {rank} of {world_size}: {' and '.join(missing)} not set; start the script with zerorun or torchrun, "
+            "or set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+        )
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Place(rank, world_size, env["MASTER_ADDR"], _integer(env, "MASTER_PORT", 0), agent, attempt)
+
+
+def meet(place: Place, timeout: timedelta) -> dist.Store:
+    """The store of the job, kept by rank 0 or by the launcher. Raises `RankError` when the port is not ours."""
+    if place.rank == 0 and not place.agent_store:
+        store = _serve(place, timeout)
+    else:
+        _await_listener(place, timeout)
+        store = _connect(place, timeout)
+    job = dist.PrefixStore(f"zeroengine/attempt_{place.attempt}", store)
+    _check_identity(job, place)
+    return job
+
+
+def _serve(place: Place, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            place.host, place.port, place.world_size, True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, OSError) as error:
+        raise RankError(
+            f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in "
+            f"use or the address is not this host's ({_first_line(error)}). {_PORT_REMEDY}"
+        ) from error
+
+
+def _await_listener(place: Place, timeout: timedelta) -> None:
+    """Rank 0 may start later than we do: anyone who listens ends the wait."""
+    deadline, error = time.monotonic() + timeout.total_seconds(), None
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((place.host, place.port), timeout=5.0).close()
+            return
+        except socket.gaierror as unknown:
+            raise RankError(f"rank {place.rank}: MASTER_ADDR={place.host} is no known host ({unknown})") from unknown
+        except OSError as refused:
+            error = refused
+            time.sleep(0.1)
+    raise RankError(
+        f"rank {place.rank}: nothing listens on {place.host}:{place.port} since {timeout.total_seconds():.0f} s "
+        f"({error}); rank 0 did not start or a firewall is between: look at the output of rank 0"
+    )
+
+
+def _connect(place: Place, timeout: timedelta) -> dist.Store:
+    """In a thread of its own: a foreign server that accepts and says nothing would block for ever."""
+    made: list[dist.Store] = []
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            short = timedelta(seconds=_HANDSHAKE_SECONDS / 2)
+            store = dist.TCPStore(
+                place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False
+            )
+            store.set_timeout(timeout)
+            made.append(store)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=connect, name="zeroengine rendezvous", daemon=True)
+    thread.start()
+    thread.join(_HANDSHAKE_SECONDS)
+    if made:
+        return made[0]
+    reason = _first_line(failed[0]) if failed else "it does not answer"
+    raise RankError(
+        f"rank {place.rank}: what listens on port {place.port} of {place.host} is not this job's store ({reason}); "
+        f"the port is in use by another program, or rank 0 ended at once. {_PORT_REMEDY}"
+    )
+
+
+def _check_identity(store: dist.Store, place: Place) -> None:
+    """Two jobs that met on one port would mix their ranks without a word."""
+    if place.world_size == 1:
+        return
+    same_rank = store.add(f"arrived/{place.rank}", 1)
+    store.set(f"world/{place.rank}", str(place.world_size))
+    if same_rank > 1:
+        raise RankError(
+            f"rank {place.rank}: another process has already joined as rank {place.rank} on {place.host}:{place.port}; "
+            f"either RANK is set alike twice or another job meets on this port. {_PORT_REMEDY}"
+        )
+    if place.agent_store or place.rank == 0:
+        return
+    deadline = time.monotonic() + _HANDSHAKE_SECONDS
+    while not store.check(["world/0"]):
+        if time.monotonic() > deadline:
+            raise RankError(
+                f"rank {place.rank}: the store on {place.host}:{place.port} is not kept by rank 0 of this job. "
+                + _PORT_REMEDY
+            )
+        time.sleep(0.05)
+    theirs = int(store.get("world/0"))
+    if theirs != place.world_size:
+        raise RankError(
+            f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {theirs} on rank 0 at "
+            f"{place.host}:{place.port}; the ranks were started differently, or another job meets on this port. "
+            + _PORT_REMEDY
+        )
+
+
+def _mpi_variables(env: Mapping[str, str]) -> dict[str, str]:
+    for rank, size, local in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ):
+        if rank in env and size in env:
+            found = {"RANK": env[rank], "WORLD_SIZE": env[size]}
+            if env.get(local) == env[size] and "MASTER_ADDR" not in env:
+                found["MASTER_ADDR"] = "127.0.0.1"  # all ranks are on this host
+            return found
+    return {}
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {name}={text!r} is not an integer") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]

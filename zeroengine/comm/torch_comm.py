@@ -1,0 +1,178 @@
+"""`Communicator` over a torch process group of CPU tensors (Gloo, MPI, torch's fake backend)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroengine.comm import checks
+from zeroengine.comm.fingerprint import Fingerprint
+from zeroengine.comm.lane import Lane, Watch
+from zeroengine.comm.local import Finished
+from zeroengine.comm.pairwise import PairLanes
+from zeroengine.comm.protocol import ReduceOp, Traffic, Work
+from zeroengine.comm.transport import SimulatedTransport, Transport
+from zeroengine.comm.verify import HeaderCheck
+
+_CLOSE_SECONDS = 5.0
+
+
+class TorchCommunicator:
+    """Collectives of `group` over CPU tensors, run in order by one worker thread.
+
+    Before an operation moves data, ranks compare its fingerprint (one small all-gather): Gloo ends the process when
+    sizes differ, and mixes weights without a word when only the order does. `watch` notices ranks that never arrive.
+
+    With `simulate` (torch's `fake` backend) operations run at once in the caller, without threads and checks.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, ranks: Sequence[int], watch: Watch | None, *, simulate: bool = False
+    ):
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = dist.get_group_rank(group, dist.get_rank())
+        self.size = len(self.ranks)
+        self.traffic = Traffic()
+        self._group: dist.ProcessGroup | None = group
+        self._transport = (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
+        self._lane: Lane | None = None
+        self._pairs: PairLanes | None = None
+        if watch is not None:
+            peers = tuple(r for r in self.ranks if r != self.ranks[self.rank])
+            check = HeaderCheck(name, group, self.ranks, self.rank)
+            self._lane = Lane(name, peers, watch, check.verify)
+            self._pairs = PairLanes(name, group, self.ranks, self.rank, watch)
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
+        checks.check_gather(self.name, self.size, full, shard, subject)
+        self._count("all_gather", full.nbytes)
+        mark = Fingerprint("all_gather", subject, full.numel(), full.dtype)
+        return self._issue(mark, partial(self._transport.all_gather, full, shard), full, shard)
+
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False
+    ) -> Work:
+        checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
+        self._count("reduce_scatter", full.nbytes)
+        mark = Fingerprint(
+            "reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else ""
+        )
+        run = partial(self._transport.reduce_scatter, shard, full, scale, accumulate)
+        return self._issue(mark, run, full, shard)
+
+    def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
+        checks.flat(self.name, subject, tensor)
+        checks.check_scale(self.name, tensor, scale, subject, op)
+        padded = -(-tensor.numel() // self.size) * self.size * tensor.element_size()
+        self.traffic.count("all_reduce", 2 * checks.sent_share(padded, self.size))
+        detail = op if scale == 1 else f"{op}, scale {scale:g}"
+        mark = Fingerprint("all_reduce", subject, tensor.numel(), tensor.dtype, detail)
+        return self._issue(mark, partial(self._transport.all_reduce, tensor, op, scale), tensor)
+
+    def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
+        checks.flat(self.name, subject, tensor)
+        checks.require(0 <= src < self.size, f"source {src} of a group of {self.size}", self.name, subject)
+        self._count("broadcast", tensor.nbytes)
+        mark = Fingerprint("broadcast", subject, tensor.numel(), tensor.dtype, f"from rank {self.ranks[src]}")
+        return self._issue(mark, partial(self._transport.broadcast, tensor, src), tensor)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        subject: str,
+        *,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Work:
+        checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
+        if input_splits is None or output_splits is None:
+            self._count("all_to_all", input.nbytes)
+            mark = Fingerprint("all_to_all", subject, input.numel(), input.dtype)
+            run = partial(self._transport.all_to_all, output, input, None, None)
+        else:
+            sends, receives = tuple(input_splits), tuple(output_splits)
+            self.traffic.count("all_to_all", (input.numel() - sends[self.rank]) * input.element_size())
+            mark = Fingerprint("all_to_all", subject, 0, input.dtype, "uneven blocks")
+            run = partial(self._uneven, output, input, receives, sends, mark)
+        return self._issue(mark, run, output, input)
+
+    def send(self, tensor: Tensor, dst: int, subject: str) -> Work:
+        checks.flat(self.name, subject, tensor)
+        checks.check_peer(self.name, self.size, self.rank, dst, subject)
+        self.traffic.count("send", tensor.nbytes)
+        self._on_cpu(subject, tensor)
+        return self._pairs.send(tensor, dst, subject) if self._pairs else Finished()
+
+    def recv(self, tensor: Tensor, src: int, subject: str) -> Work:
+        checks.flat(self.name, subject, tensor)
+        checks.check_peer(self.name, self.size, self.rank, src, subject)
+        self.traffic.count("recv", 0)
+        self._on_cpu(subject, tensor)
+        return self._pairs.recv(tensor, src, subject) if self._pairs else Finished()
+
+    def exchange(self, values: Tensor, subject: str) -> Tensor:
+        values = values.detach().contiguous().view(-1)
+        self._count("exchange", values.nbytes * self.size)
+        out = torch.empty(self.size, values.numel(), dtype=values.dtype)
+        mark = Fingerprint("exchange", subject, values.numel(), values.dtype)
+        self._issue(mark, partial(self._transport.all_gather, out, values), values).wait()
+        return out
+
+    def barrier(self, subject: str) -> None:
+        self.traffic.count("barrier", 0)
+        # the comparison of fingerprints is itself a barrier
+        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), _nothing).wait()
+
+    def pool_bytes(self) -> int:
+        """Bytes of receive buffers held between operations."""
+        return self._transport.scratch.bytes()
+
+    def close(self) -> None:
+        if self._group is None:
+            return
+        stuck = False
+        if self._lane is not None and self._pairs is not None:
+            self._lane.close(_CLOSE_SECONDS)
+            self._pairs.close(_CLOSE_SECONDS)
+            stuck = self._lane.running() or self._pairs.running()
+        self._transport.scratch.clear()
+        if not stuck:  # a thread that still uses the group keeps it
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _issue(self, mark: Fingerprint, run: Callable[[], None], *tensors: Tensor) -> Work:
+        self._on_cpu(mark.subject, *tensors)
+        if self._lane is not None:
+            return self._lane.submit(mark, run)
+        with torch.inference_mode():
+            run()
+        return Finished()
+
+    def _uneven(
+        self, output: Tensor, input: Tensor, receives: tuple[int, ...], sends: tuple[int, ...], mark: Fingerprint
+    ) -> None:
+        if self._lane is not None:
+            HeaderCheck.verify_splits(self._transport, self.name, receives, sends, mark)
+        self._transport.all_to_all(output, input, receives, sends)
+
+    def _on_cpu(self, subject: str, *tensors: Tensor) -> None:
+        for t in tensors:
+            checks.require(
+                t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject
+            )
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self.traffic.count(kind, checks.sent_share(nbytes, self.size))
+
+
+def _nothing() -> None:
+    return

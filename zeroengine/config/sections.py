@@ -1,0 +1,178 @@
+"""The sections of the configuration, except `zero_optimization`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from zeroengine.config.names import optimizer_name, schedule_name
+from zeroengine.config.spec import Section, ignored, key, refused
+from zeroengine.config.values import (
+    Count,
+    DtypeName,
+    Flag,
+    FrozenMap,
+    Integer,
+    NonNegativeReal,
+    Params,
+    PositiveInteger,
+    PositiveReal,
+    Strings,
+    Text,
+    choice,
+)
+
+
+def _no_params() -> FrozenMap:
+    return FrozenMap({})
+
+
+_MASTERS = "masters and gradients stay in fp32, and fewer bits change the result; remove the key or set it to false"
+_RECOMPUTE = "the model's own activation checkpointing is used as it is; this affects memory and speed only"
+
+
+class OptimizerSection(Section):
+    """The optimizer that the engine builds. `params` are checked when it is built."""
+
+    type: Annotated[Text, AfterValidator(optimizer_name)] = key(
+        ..., "Adam, AdamW, SGD, Lamb, Lion, Adagrad, Muon, Adafactor or any class of `torch.optim`."
+    )
+    params: Params = key(None, "Keyword arguments of the optimizer.", open_below=True, factory=_no_params)
+    legacy_fusion: Flag = ignored(False, "Old fusion of Adam.", "affects speed only")
+
+
+class SchedulerSection(Section):
+    """The learning-rate schedule that the engine builds and steps. `params` are checked when it is built."""
+
+    type: Annotated[Text, AfterValidator(schedule_name)] = key(
+        ..., "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR or a class of `torch.optim.lr_scheduler`."
+    )
+    params: Params = key(None, "Keyword arguments of the schedule.", open_below=True, factory=_no_params)
+
+
+class Fp16Section(Section):
+    """fp16 weights with fp32 masters, and the loss scale that fp16 gradients need."""
+
+    enabled: Flag = key(False, "Train in fp16.")
+    auto_cast: Flag = key(False, "Cast floating-point inputs of the model to fp16.")
+    loss_scale: NonNegativeReal = key(0.0, "Fixed loss scale; 0 scales dynamically.")
+    initial_scale_power: Count = key(16, "A dynamic scale starts at 2 to this power.")
+    loss_scale_window: PositiveInteger = key(1000, "Steps without overflow after which the scale is doubled.")
+    hysteresis: PositiveInteger = key(2, "Overflows after which the scale is halved.")
+    consecutive_hysteresis: Flag = key(False, "Count only overflows without a good step between them.")
+    min_loss_scale: PositiveReal = key(1.0, "The dynamic scale never falls below this.")
+    fp16_master_weights_and_grads: Flag = refused(False, "Masters and gradients in fp16.", _MASTERS)
+
+
+class Bf16Section(Section):
+    """bf16 weights with fp32 masters. There is no loss scale."""
+
+    enabled: Flag = key(False, "Train in bf16.")
+    immediate_grad_update: Flag = ignored(
+        False, "Accumulate into fp32 in backward hooks.", "gradients always go to their fp32 buffer as they are made"
+    )
+    check_grad_overflow: Flag = ignored(
+        True, "Skip steps with non-finite gradients.", "steps with non-finite gradients are always skipped"
+    )
+    bf16_master_weights_and_grads: Flag = refused(False, "Masters and gradients in bf16.", _MASTERS)
+    bf16_optimizer_states: Flag = refused(False, "Moments in bf16.", _MASTERS)
+
+
+class TorchAutocastSection(Section):
+    """`torch.autocast` around the forward."""
+
+    enabled: Flag = refused(
+        False, "Run the forward under `torch.autocast`.",
+        "the engine does not enter autocast by itself; wrap the forward in `torch.autocast`, or use `bf16` or `fp16`",
+    )  # fmt: skip
+    dtype: DtypeName = key("bf16", "Type of the autocast region.")
+    lower_precision_safe_modules: Strings | None = key(None, "Modules that run in the lower type.")
+
+
+class DataTypesSection(Section):
+    """Types of auxiliary tensors."""
+
+    grad_accum_dtype: DtypeName | None = key(None, "Type of gradient accumulation. Null: fp32.")
+    param_dtype: DtypeName | None = refused(
+        None, "Type of the weights.", "the type of the weights follows from `fp16` or `bf16`; remove the key"
+    )
+    buffer_dtype: DtypeName | None = refused(
+        None, "Type of the buffers.", "buffers keep the type in which the model made them; cast them in the model"
+    )
+
+
+class ActivationCheckpointingSection(Section):
+    """Options of DeepSpeed's own checkpointing function; only models that call it notice them."""
+
+    partition_activations: Flag = ignored(False, "Shard saved activations over tensor ranks.", _RECOMPUTE)
+    cpu_checkpointing: Flag = ignored(False, "Saved activations in host memory.", _RECOMPUTE)
+    contiguous_memory_optimization: Flag = ignored(False, "Saved activations in one buffer.", _RECOMPUTE)
+    number_checkpoints: Count | None = ignored(None, "Checkpoints, to size that buffer.", _RECOMPUTE)
+    synchronize_checkpoint_boundary: Flag = ignored(False, "Synchronise at boundaries.", _RECOMPUTE)
+    profile: Flag = ignored(False, "Time checkpointed functions.", _RECOMPUTE)
+
+
+TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], choice("Ignore", "Warn", "Fail")]
+
+
+class ParallelWriteSection(Section):
+    pipeline_stage: Flag = ignored(False, "Stages write in parallel.", "ranks always write in parallel")
+
+
+class CheckpointSection(Section):
+    """Saving and loading."""
+
+    tag_validation: TagValidation = key("Warn", "What to do when ranks give different tags: Ignore, Warn, Fail.")
+    load_universal: Flag = ignored(
+        False, "Load a converted checkpoint.", "every checkpoint loads on any number of ranks without conversion"
+    )
+    use_node_local_storage: Flag = key(False, "Each node writes the files of its own ranks.")
+    parallel_write: ParallelWriteSection = key(None, "Parallel writing.", factory=ParallelWriteSection)
+
+
+class MeshSection(Section):
+    """Degrees of parallelism. Their product is the number of ranks; `ep` folds over the data-parallel ranks."""
+
+    pp: PositiveInteger = key(1, "Pipeline stages.", ours=True)
+    dp_replicate: PositiveInteger = key(1, "Replicas of the sharded state.", ours=True)
+    dp_shard: PositiveInteger | None = key(None, "Ranks that share one state. Null: all the rest.", ours=True)
+    cp: PositiveInteger = key(1, "Ranks that share one sequence.", ours=True)
+    tp: PositiveInteger = key(1, "Ranks that share each layer.", ours=True)
+    ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
+
+
+class HealthSection(Section):
+    """How long ranks wait for one another."""
+
+    comm_timeout: PositiveReal = key(
+        10.0, "Seconds after which ranks that diverged, died or stopped end the job with a report.", ours=True
+    )
+    stall_timeout: PositiveReal = key(
+        600.0, "Seconds that a live rank may compute between two collectives.", ours=True
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> HealthSection:
+        if self.stall_timeout < self.comm_timeout:
+            raise ValueError(
+                f"stall_timeout ({self.stall_timeout:g} s) is shorter than comm_timeout ({self.comm_timeout:g} s)"
+            )
+        return self
+
+
+_PLAN = "layers are split as the model's own plan says; a plan cannot be given in the configuration"
+
+
+class TensorParallelSection(Section):
+    """DeepSpeed's way to write `mesh.tp`."""
+
+    autotp_size: Count = key(0, "Tensor-parallel degree; 0 and 1 are off. The same as `mesh.tp`.")
+    tp_overlap_comm: Flag = ignored(False, "Overlap tensor-parallel communication.", "affects speed only")
+    dtype: DtypeName | None = ignored(None, "Type of the weights.", "the type follows from `fp16` or `bf16`")
+    tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")
+    keep_module_on_host: Flag = ignored(False, "Split on the host.", "affects start-up memory only")
+    replace_with_kernel_inject: Flag = ignored(False, "Inject kernels.", "affects speed only", "kernel_inject")
+    partition_config: Params | None = refused(None, "Plan of the split.", _PLAN)
+    preset_model: Text | None = refused(None, "Named plan of the split.", _PLAN)
+    injection_policy_tuple: Strings | None = refused(None, "Old form of a plan.", _PLAN)

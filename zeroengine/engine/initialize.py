@@ -1,0 +1,176 @@
+"""`zeroengine.initialize`: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any, Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from zeroengine.comm import Fabric, init_distributed
+from zeroengine.config import Config, resolve_batch
+from zeroengine.device import local_device
+from zeroengine.engine.data import EngineLoader
+from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.errors import ConfigError, ModelError
+from zeroengine.logging import log_once, log_rank0
+from zeroengine.mesh import Mesh, build_mesh
+from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
+from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.schedules import build_scheduler
+from zeroengine.zero.build import Groups
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
+OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed` and `--deepspeed_config` (and `--config` under our own name) to a script's parser."""
+    group = parser.add_argument_group("zeroengine", "training engine")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility; the engine is always used")
+    group.add_argument("--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration")
+    return parser
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh: Mesh | None = None,
+    config_params: ConfigSource | None = None,
+) -> tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]:
+    """Shards `model` and returns (engine, optimizer, data loader, scheduler). Collective.
+
+    `config`: path, dict or `Config` with DeepSpeed's keys (docs/config.md); also taken from `config_params` or
+    `args.deepspeed_config`. `optimizer`: a torch optimizer over the model's parameters, or a callable that makes one over
+    parameter groups; it wins over the config's section. `model_parameters`: parameters or group dicts to train.
+    `lr_scheduler`: a scheduler built on `optimizer`, or a callable that takes the optimizer. `training_data`: a dataset
+    from which each rank gets its part. `mesh`: one that several engines share; made from the config otherwise.
+
+    Without any optimizer the engine is for evaluation. Raises `ConfigError` and `ModelError` on every rank.
+    """
+    settings = Config.load(_config_source(args, config, config_params))
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"zeroengine.initialize takes model=nn.Module, not {type(model).__name__}")
+    if mpu is not None:
+        raise ConfigError("mpu is not used: give parallel degrees in the config's `mesh` section, or a `mesh`")
+    init_distributed(distributed_port=distributed_port)
+    device = local_device()
+    _check_places(settings, device)
+    owns_mesh = mesh is None
+    mesh = mesh if mesh is not None else _mesh(settings, device)
+    return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+
+
+def _initialize(
+    model: nn.Module, optimizer: OptimizerSource | None, model_parameters: Iterable[Any] | None,
+    training_data: Dataset[Any] | None, lr_scheduler: Any, collate_fn: Callable[..., Any] | None, settings: Config,
+    mesh: Mesh, owns_mesh: bool,
+) -> tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]:  # fmt: skip
+    batch = resolve_batch(settings, mesh.data_parallel_size)
+    source: Any = optimizer
+    if source is None and settings.optimizer is not None:
+        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params)
+    if isinstance(source, torch.optim.Optimizer):
+        groups = source.param_groups
+    else:
+        groups = param_groups(model, model_parameters)
+    if source is not None:
+        check_trainable(model, groups)
+    elif not any(True for _ in model.parameters()):
+        raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
+    model.to(mesh.fabric.device)
+    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
+    mechanism = build_mechanism(model, settings, members, trains=source is not None)
+    zero_optimizer = None
+    if source is not None:
+        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+    scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
+    loader = None
+    if training_data is not None:
+        loader = EngineLoader(
+            training_data, batch.micro, mesh.data_parallel_size, mesh.control.rank, collate_fn,
+            settings.dataloader_drop_last, settings.seed or 0,
+        )  # fmt: skip
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
+    _tell(engine)
+    return engine, zero_optimizer, loader, scheduler
+
+
+def _config_source(args: Any, config: ConfigSource | None, config_params: ConfigSource | None) -> ConfigSource:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [c for c in (config, config_params, from_args) if c is not None]
+    if not given:
+        raise ConfigError("no configuration: pass config=<path or dict> to zeroengine.initialize, or --deepspeed_config")
+    return given[0]
+
+
+def _mesh(settings: Config, device: torch.device) -> Mesh:
+    degrees, zero = settings.mesh, settings.zero_optimization
+    shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
+    replicate = degrees.dp_replicate
+    for name in ("pp", "cp", "tp", "ep"):
+        if getattr(degrees, name) > 1:
+            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
+    if settings.tensor_parallel.autotp_size > 1:
+        raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
+    fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
+    if shard is not None and replicate == 1:
+        if fabric.world_size % shard:
+            raise ConfigError(f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job")
+        replicate = fabric.world_size // shard
+    return build_mesh(fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+
+
+def _check_places(settings: Config, device: torch.device) -> None:
+    zero = settings.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section.device == "none":
+            continue
+        if section.device == "cpu" and device.type == "cpu":
+            log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
+            continue
+        raise ConfigError(
+            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; remove the section"
+        )
+
+
+def _scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) -> Any:
+    if given is not None:
+        is_scheduler = isinstance(given, torch.optim.lr_scheduler.LRScheduler) or hasattr(given, "step")
+        if not is_scheduler and callable(given):
+            return given(optimizer)
+        return given
+    if settings.scheduler is None or optimizer is None:
+        return None
+    return build_scheduler(settings.scheduler, optimizer)
+
+
+def _tell(engine: ZeroEngine) -> None:
+    planned = engine.planned_memory()
+    total = sum(p.numel() for p in engine.module.parameters())
+    trainable = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    sizes = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in planned.items())
+    log_rank0(
+        f"ZeRO stage {engine.zero_optimization_stage()} on {engine.mesh.data_parallel_size} ranks "
+        f"({engine.mesh.shard_params.size} to a shard group), {engine.settings.dtype} weights, {total:,} parameters "
+        f"({trainable:,} trainable) in {len(engine.mechanism.buckets)} buckets; a rank holds {sizes}; batch "
+        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.data_parallel_size}"
+    )
+    if engine.settings.dump_state:
+        log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
+
+

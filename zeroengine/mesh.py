@@ -1,0 +1,131 @@
+"""The ranks of a job as a mesh of named dimensions, and the communicators that live on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zeroengine.comm.fabric import AnyCommunicator, Fabric
+from zeroengine.errors import ConfigError
+
+DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost to innermost: neighbours in rank are neighbours in tp."""
+DATA_DIMS = ("dp_replicate", "dp_shard", "cp")
+"""Dimensions over which gradients are averaged."""
+SHARD_DIMS = ("dp_shard", "cp")
+"""Dimensions over which parameters, gradients and optimizer state are sharded."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the mesh's dimensions; their product is the number of ranks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def resolve(
+        world_size: int, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
+    ) -> Degrees:
+        """Fills in `dp_shard` = -1 with what is left of `world_size`; raises `ConfigError` for impossible degrees."""
+        given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        for name, size in given.items():
+            if size < 1 and not (name == "dp_shard" and size == -1):
+                allowed = "-1 (what is left) or at least 1" if name == "dp_shard" else "at least 1"
+                raise ConfigError(f"mesh.{name} = {size}: must be {allowed}")
+        others = math.prod(size for name, size in given.items() if name != "dp_shard")
+        arithmetic = " x ".join(f"{name} {size}" for name, size in given.items() if size not in (1, -1)) or "1"
+        if dp_shard == -1:
+            if world_size % others:
+                raise ConfigError(
+                    f"mesh: {arithmetic} = {others} does not divide {world_size} ranks "
+                    f"({world_size} / {others} = {world_size / others:.2f} for dp_shard); "
+                    "change a degree or the number of ranks"
+                )
+            given["dp_shard"] = world_size // others
+        elif others * dp_shard != world_size:
+            raise ConfigError(
+                f"mesh: {arithmetic} = {others * dp_shard} ranks, but the job has {world_size}; "
+                "change a degree, or leave dp_shard at -1 to take what is left"
+            )
+        return Degrees(**given)
+
+    def sizes(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in DIMS}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of a global rank along every dimension."""
+        found = {}
+        for name in reversed(DIMS):
+            rank, found[name] = divmod(rank, getattr(self, name))
+        return {name: found[name] for name in DIMS}
+
+    def ranks_along(self, rank: int, dims: Sequence[str]) -> tuple[int, ...]:
+        """Global ranks, ascending, that differ from `rank` only in `dims`, itself included."""
+        here = self.coordinates(rank)
+        axes = [range(getattr(self, name)) if name in dims else (here[name],) for name in DIMS]
+        strides = [math.prod(getattr(self, inner) for inner in DIMS[i + 1 :]) for i in range(len(DIMS))]
+        return tuple(sum(c * s for c, s in zip(at, strides, strict=True)) for at in product(*axes))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place in the mesh and its communicators.
+
+    Gathering and reducing have separate streams over the same ranks, so that they need no common order.
+    `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
+    always over CPU tensors.
+    """
+
+    degrees: Degrees
+    rank: int
+    device_mesh: DeviceMesh
+    fabric: Fabric
+    shard_params: AnyCommunicator
+    shard_grads: AnyCommunicator
+    replicate_grads: AnyCommunicator
+    control: AnyCommunicator
+
+    def coordinate(self, dim: str) -> int:
+        return self.degrees.coordinates(self.rank)[dim]
+
+    def ranks_along(self, *dims: str) -> tuple[int, ...]:
+        return self.degrees.ranks_along(self.rank, dims)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks over which a gradient is averaged."""
+        return math.prod(getattr(self.degrees, d) for d in DATA_DIMS)
+
+    def close(self) -> None:
+        """Collective."""
+        self.fabric.close()
+
+
+def build_mesh(
+    fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
+) -> Mesh:
+    """Builds the mesh of a job once, from degrees. Collective over the world."""
+    degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    # dimensions of one rank would cost one group for every rank of the world
+    dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
+    shape = tuple(getattr(degrees, name) for name in dims)
+    device_mesh = init_device_mesh(fabric.device.type, shape, mesh_dim_names=tuple(dims))
+    shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
+    return Mesh(
+        degrees=degrees,
+        rank=fabric.rank,
+        device_mesh=device_mesh,
+        fabric=fabric,
+        shard_params=fabric.communicator("params", shard),
+        shard_grads=fabric.communicator("grads", shard),
+        replicate_grads=fabric.communicator("replicas", degrees.ranks_along(fabric.rank, ("dp_replicate",))),
+        control=fabric.communicator("control", degrees.ranks_along(fabric.rank, DATA_DIMS), control=True),
+    )

@@ -1,0 +1,187 @@
+"""The optimizer that the user gets: one whole update of the sharded model in `step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import nn
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.errors import ConfigError, NonFiniteError
+from zeroengine.logging import log_rank0
+from zeroengine.optim.clip import blame, clip_factor, global_norm
+from zeroengine.optim.scaler import LossScaler
+from zeroengine.optim.update import FlatMaster
+from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.layout import Piece
+from zeroengine.zero.reducer import Reducer
+from zeroengine.zero.sharder import Sharder
+
+_SAY_EVERY = 50  # skipped steps between two warnings, after the first few
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an update did: the norm of the combined gradients before clipping, and whether it was applied."""
+
+    norm: float
+    applied: bool
+    clipped: bool
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer over this rank's parts. `param_groups` are the inner optimizer's own dicts, so a scheduler
+    that was built on either object changes the learning rate of both.
+
+    `step` completes the reductions, agrees on the norm, skips non-finite gradients on all ranks together, clips, updates
+    the masters and brings the values to where the policy wants them.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        masters: list[FlatMaster],
+        reducer: Reducer,
+        sharder: Sharder,
+        control: Communicator,
+        shard_ranks: tuple[int, ...],
+        scaler: LossScaler,
+        max_norm: float,
+        max_skips: int,
+    ) -> None:
+        # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
+        self.optimizer = inner
+        self.masters = masters
+        self.reducer = reducer
+        self.scaler = scaler
+        self.max_norm = max_norm
+        self.skipped_steps = 0
+        self.last: StepResult | None = None
+        self._sharder = sharder
+        self._control = control
+        self._shard_ranks = shard_ranks
+        self._max_skips = max_skips
+        self._skipped_in_a_row = 0
+        sharder.on_edit = self._follow_edit
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+
+    # --- torch.optim.Optimizer ------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was skipped because of non-finite gradients."""
+        return self.last is not None and not self.last.applied
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.scaler.scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the step so far."""
+        self.reducer.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank's parts. For a checkpoint that loads anywhere use `engine.save_checkpoint`."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ConfigError(
+            "parameter groups can not be added to a running engine; add the parameters to the model, call engine.destroy() and "
+            "zeroengine.initialize again"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """One update. Collective. `closure` is refused: gradients come from `engine.backward` or `loss.backward()`."""
+        if closure is not None:
+            raise ValueError("ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step")
+        used = self.reducer.finish().used
+        self._sharder.end_backward()
+        gradients = self.reducer.gradients
+        norm = global_norm(gradients, self._shard_ranks, self._control)
+        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        clipped = False
+        if finite:
+            factor = clip_factor(norm, self.max_norm)
+            clipped = factor < 1.0
+            self._update(used, factor)
+            self._skipped_in_a_row = 0
+        else:
+            self._skip()
+        self.scaler.update(not finite)
+        self.reducer.clear()
+        self.last = StepResult(norm, finite, clipped)
+        return self.last
+
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _update(self, used: frozenset[str], factor: float) -> None:
+        for master in self.masters:
+            if factor < 1.0:
+                master.gradients.updated.mul_(factor)
+            master.link(used)
+        self.optimizer.step()
+        for master in self.masters:
+            master.unlink()
+            master.publish()
+        for master in self.masters:
+            master.bucket.wait()
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        cause = blame(self.reducer.gradients, self._control)
+        if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
+            scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
+            log_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}", level=30)
+        if self._skipped_in_a_row >= self._max_skips:
+            raise NonFiniteError(
+                f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
+                "look at the data of these batches, or train in bf16 or fp32"
+            )
+
+    def _follow_edit(self, bucket: Bucket) -> None:
+        for master in self.masters:
+            if master.bucket is bucket:
+                master.refresh()
+
+    def refresh_masters(self) -> None:
+        """Makes fp32 masters follow the values (weights were loaded or edited without optimizer state)."""
+        for master in self.masters:
+            master.refresh()
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
+        """This rank's parts of the masters, with the tensor that the inner optimizer knows them by."""
+        for master in self.masters:
+            yield from master.pieces()
+
+    def bytes(self) -> int:
+        """Bytes of masters that are separate from the values, and of optimizer state (its step counters aside)."""
+        masters = sum(m.flat.nbytes for m in self.masters if m.separate)
+        state = sum(
+            v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()
+        )
+        return masters + state
+

@@ -1,0 +1,172 @@
+"""From a model to buckets: checks, casts, the ranks' agreement on the layout, initial values from rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.zero.bucket import Bucket, cut_into_buckets
+from zeroengine.zero.layout import BucketLayout
+from zeroengine.zero.policy import policy_for
+from zeroengine.zero.pool import BufferPool
+from zeroengine.zero.residency import slot_of
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """How a model is cut. Sizes in elements."""
+
+    stage: int
+    dtype: torch.dtype | None  # of floating-point parameters and buffers; None keeps what the model has
+    bucket_size: int
+    persistence_threshold: int = 0  # parameters below it keep their values whole on every rank
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Communicators of the mechanism: see `Mesh`."""
+
+    params: Communicator
+    grads: Communicator
+    replicas: Communicator
+    control: Communicator
+
+    @property
+    def rank(self) -> int:
+        return self.control.ranks[self.control.rank]
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.grads.size * self.replicas.size
+
+
+def named_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+
+
+def check_model(module: nn.Module, groups: Groups) -> None:
+    """Refuses what can not be trained or is not the same on all ranks."""
+    for name, p in module.named_parameters():
+        slot = slot_of(p)
+        if slot is not None:
+            raise ModelError(
+                f"parameter '{name}' belongs to another engine already; call destroy() on that engine first, or build one "
+                "engine for both uses"
+            )
+        if p.is_meta:
+            raise ModelError(
+                f"parameter '{name}' is on the meta device and has no values; materialise the model (model.to_empty(...) and "
+                "load its weights) before zeroengine.initialize"
+            )
+    lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in module.named_parameters()]
+    digests = [int.from_bytes(hashlib.sha256(line.encode()).digest()[:7], "big") for line in lines]
+    whole = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    facts = torch.tensor([whole, -whole], dtype=torch.int64)
+    groups.control.all_reduce(facts, "model structure", op="max").wait()
+    if int(facts[0]) != -int(facts[1]):
+        raise DivergenceError(_first_difference(lines, digests, groups.control))
+
+
+def _first_difference(lines: list[str], digests: list[int], control: Communicator) -> str:
+    counts = control.exchange(torch.tensor([len(digests)]), "number of parameters").flatten().tolist()
+    me = control.ranks[control.rank]
+    if len(set(counts)) > 1:
+        told = ", ".join(f"rank {r}: {int(n)}" for r, n in zip(control.ranks, counts, strict=True))
+        return f"rank {me}: the model has another number of parameters on each rank ({told}); build the same model everywhere"
+    table = control.exchange(torch.tensor(digests, dtype=torch.int64), "parameters")
+    differs = (table != table[0]).any(0).nonzero()
+    i = int(differs[0])
+    odd = [control.ranks[r] for r in range(control.size) if table[r, i] != table[0, i]]
+    return (
+        f"rank {me}: parameter {i} of the model is not the same on all ranks: here it is '{lines[i]}', and ranks {odd} "
+        f"differ from rank {control.ranks[0]}; build the same model everywhere"
+    )
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Floating-point buffers follow the parameters' dtype, so that they do not promote activations."""
+    if dtype is None:
+        return
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            # Frequencies of rotary embeddings lose positions in 16 bits; models that have them cast after use.
+            if buffer is not None and buffer.is_floating_point() and not name.endswith("inv_freq"):
+                child._buffers[name] = buffer.to(dtype)
+
+
+@dataclass
+class Built:
+    """A model laid into buckets. `masters` has, for each trainable 16-bit bucket, the fp32 values of the
+    range that this rank updates."""
+
+    buckets: list[Bucket]
+    masters: dict[int, Tensor]
+
+
+def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool) -> Built:
+    """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Collective."""
+    buckets: list[Bucket] = []
+    masters: dict[int, Tensor] = {}
+    for key, named in _classes(module, rule):
+        source, dtype, trainable, persistent = key
+        policy = policy_for(rule.stage, persistent=persistent)
+        if not trainable and not policy.shard_params:
+            for name, p in named:  # frozen and whole: no buffer of ours
+                values = p.data.contiguous().view(-1)
+                _from_rank0(values, groups, name)
+                p.data = values.view(p.shape).to(dtype)
+            continue
+        for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
+            chosen = [named[i] for i in members]
+            layout = BucketLayout.build([(n, p.shape) for n, p in chosen], groups.params.size)
+            bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool)
+            flat = _flatten(bucket, source)
+            _from_rank0(flat, groups, bucket.subject)
+            if trainable and dtype in (torch.bfloat16, torch.float16):
+                kept = flat[bucket.own] if policy.shard_state else flat
+                masters[bucket.index] = kept.to(torch.float32, copy=True)
+            bucket.adopt(flat.to(dtype))
+            buckets.append(bucket)
+    for name, buffer in module.named_buffers():
+        if buffer.numel():
+            values = buffer.contiguous().view(-1)
+            _from_rank0(values, groups, name)
+            buffer.copy_(values.view(buffer.shape))
+    return Built(buckets, masters)
+
+
+_Key = tuple[torch.dtype, torch.dtype, bool, bool]
+
+
+def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list[tuple[str, nn.Parameter]]]]:
+    """Parameters by what they must share to lie in one bucket, in order of registration."""
+    found: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
+    for name, p in module.named_parameters():
+        if not p.numel():
+            continue
+        dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
+        key = (p.dtype, dtype, p.requires_grad, p.numel() < rule.persistence_threshold)
+        found.setdefault(key, []).append((name, p))
+    return found.items()
+
+
+def _flatten(bucket: Bucket, source: torch.dtype) -> Tensor:
+    flat = torch.zeros(bucket.layout.padded, dtype=source, device=bucket.device)
+    for p, spec in zip(bucket.params, bucket.layout.specs, strict=True):
+        flat[spec.offset : spec.end].view(spec.shape).copy_(p.data)
+        # The old memory can go now: peak memory is the model and one bucket.
+        p.data = flat[spec.offset : spec.end].view(spec.shape)
+    return flat
+
+
+def _from_rank0(flat: Tensor, groups: Groups, subject: str) -> None:
+    """Two steps reach every rank: along the replicas of the first shard group's ranks, then inside each shard group."""
+    groups.replicas.broadcast(flat, 0, subject).wait()
+    groups.grads.broadcast(flat, 0, subject).wait()
+

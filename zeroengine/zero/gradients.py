@@ -1,0 +1,191 @@
+"""Gradients of one bucket: where they are added up while backward runs, and this rank's reduced part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroengine.comm.protocol import Communicator, Work
+from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.pool import BufferPool
+
+
+@dataclass(frozen=True)
+class GradientRule:
+    """How gradients are combined. `accumulate`: dtype of buffers and of the sum over micro-batches and ranks;
+    `wire`: dtype that travels; `scale`: factor on the sum over ranks (1/ranks for the mean)."""
+
+    accumulate: torch.dtype
+    wire: torch.dtype
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A reduction under way. `buffer` returns to the pool; `part` is this shard group's sum when replicas follow."""
+
+    work: Work
+    buffer: Tensor | None
+    part: Tensor | None
+    accumulate: bool
+
+
+class BucketGradients:
+    """A life cycle per optimizer step: `add` parameters' gradients, `launch` the reduction, `wait`, read `reduced`, `clear`.
+
+    Where the policy keeps gradients whole, one flat buffer lives on and is reduced in place; elsewhere the flat buffer
+    lives only from the first gradient of the bucket to its reduction, and `reduced` is this rank's slice. Contributions
+    after a launch (a second backward, a parameter used in two checkpointed segments) open another buffer, and another
+    launch adds its reduction: reduction is linear.
+    """
+
+    def __init__(
+        self, bucket: Bucket, rule: GradientRule, shard_comm: Communicator, replica_comm: Communicator, pool: BufferPool
+    ) -> None:
+        self.bucket = bucket
+        self._rule = rule
+        self._comm = shard_comm
+        self._replicas = replica_comm
+        self._pool = pool
+        self._home: Tensor | None = None  # the flat buffer that lives on (gradients kept whole)
+        self._open: Tensor | None = None  # where gradients are added now
+        self._fired = [0] * len(bucket.params)  # contributions in the open buffer
+        self._seen: set[int] = set()  # parameters that contributed in the running backward
+        self._slice: Tensor | None = None  # reduced part (gradients sharded)
+        self._filled = False  # `reduced` has a result of this step
+        self._flying: list[_Launch] = []
+
+    # --- adding ---------------------------------------------------------------------------------------------------
+
+    def add(self, index: int, grad: Tensor, alpha: float) -> None:
+        """Adds alpha * grad of parameter `index`."""
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        buffer = self._opened()
+        spec = self.bucket.layout.specs[index]
+        target = buffer[spec.offset : spec.end].view(spec.shape)
+        if self._fired[index]:
+            target.add_(grad, alpha=alpha)
+        elif alpha == 1.0:
+            target.copy_(grad)
+        elif grad.dtype is target.dtype:
+            torch.mul(grad, alpha, out=target)
+        else:  # a product in the gradient's own type would round before it widens
+            target.copy_(grad).mul_(alpha)
+        self._fired[index] += 1
+        self._seen.add(index)
+
+    def complete(self) -> bool:
+        """Every parameter has contributed in the running backward."""
+        return len(self._seen) == len(self._fired)
+
+    def restart(self) -> None:
+        """Another backward begins."""
+        self._seen.clear()
+
+    @property
+    def pending(self) -> bool:
+        """There are gradients that no launch has taken."""
+        return any(self._fired)
+
+    def _opened(self) -> Tensor:
+        if self._open is None:
+            layout, device = self.bucket.layout, self.bucket.device
+            if self.bucket.policy.shard_grads or self._filled:
+                self._open = self._pool.take(layout.padded, self._rule.accumulate, device)
+            else:
+                if self._home is None:
+                    self._home = torch.empty(layout.padded, dtype=self._rule.accumulate, device=device)
+                self._open = self._home
+        return self._open
+
+    # --- reducing -------------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Issues the reduction of the open buffer; parameters that did not contribute count as zero."""
+        buffer = self._opened()
+        for spec, fired in zip(self.bucket.layout.specs, self._fired, strict=True):
+            if not fired:
+                buffer[spec.offset : spec.end].zero_()
+        buffer[self.bucket.layout.numel :].zero_()
+        self._open, self._fired = None, [0] * len(self._fired)
+        self._seen.clear()
+        wire = buffer if self._rule.wire is self._rule.accumulate else buffer.to(self._rule.wire)
+        free = None if buffer is self._home else buffer
+        target, subject, scale = self._target(), self.bucket.subject, self._rule.scale
+        if self._replicas.size == 1:
+            work = self._comm.reduce_scatter(target, wire, subject, scale=scale, accumulate=self._filled)
+            self._flying.append(_Launch(work, free, None, self._filled))
+        else:
+            part = torch.empty_like(target)
+            work = self._comm.reduce_scatter(part, wire, subject)
+            self._flying.append(_Launch(work, free, part, self._filled))
+        self._filled = True
+
+    def wait(self) -> None:
+        """Completes all launches. Afterwards `reduced` holds the combined gradients of the step so far.
+
+        With replicas of shards this is where their sum is made: the caller waits for buckets in the common order.
+        """
+        while self._flying:
+            launch = self._flying.pop(0)
+            launch.work.wait()
+            if launch.part is not None:
+                self._replicas.all_reduce(launch.part, self.bucket.subject, scale=self._rule.scale).wait()
+                if launch.accumulate:
+                    self._target().add_(launch.part)
+                else:
+                    self._target().copy_(launch.part)
+            if launch.buffer is not None:
+                self._pool.give(launch.buffer)
+
+    def done(self) -> bool:
+        """`wait` would not block for long."""
+        return all(launch.work.done() for launch in self._flying)
+
+    def spread(self) -> Work | None:
+        """Where gradients are kept whole and every rank updates everything: brings the other slices."""
+        if self.bucket.policy.shard_state or self._home is None:
+            return None
+        return self._comm.all_gather(self._home, self._home[self.bucket.own], self.bucket.subject)
+
+    def _target(self) -> Tensor:
+        if self.bucket.policy.shard_grads:
+            if self._slice is None:
+                self._slice = torch.empty(
+                    self.bucket.layout.shard_numel, dtype=self._rule.accumulate, device=self.bucket.device
+                )
+            return self._slice
+        if self._home is None:
+            self._home = torch.empty(
+                self.bucket.layout.padded, dtype=self._rule.accumulate, device=self.bucket.device
+            )
+        return self._home[self.bucket.own]
+
+    # --- results --------------------------------------------------------------------------------------------------
+
+    @property
+    def reduced(self) -> Tensor:
+        """This rank's slice of the combined gradients (elements `bucket.own`)."""
+        return self._target()
+
+    @property
+    def updated(self) -> Tensor:
+        """Gradients of the range that this rank's optimizer updates: everything, or the slice."""
+        return self.reduced if self.bucket.policy.shard_state or self._home is None else self._home
+
+    def clear(self) -> None:
+        """Forgets the step's gradients; buffers that live on are kept."""
+        self.wait()
+        if self._open is not None and self._open is not self._home:
+            buffer, self._open = self._open, None
+            self._pool.give(buffer)
+        self._open, self._filled = None, False
+        self._fired = [0] * len(self._fired)
+        self._seen.clear()
+
+    def bytes(self) -> int:
+        """Bytes that live on between steps."""
+        return sum(t.nbytes for t in (self._home, self._slice) if t is not None)

@@ -1,0 +1,35 @@
+"""The table of ZeRO stages: what stays whole between uses. No other file asks which stage it is.
+
+Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zeroengine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a bucket keeps only its own slice of, between uses."""
+
+    shard_params: bool
+    shard_grads: bool
+    shard_state: bool  # masters and optimizer state
+
+
+STAGES: dict[int, Policy] = {
+    0: Policy(shard_params=False, shard_grads=False, shard_state=False),
+    1: Policy(shard_params=False, shard_grads=False, shard_state=True),
+    2: Policy(shard_params=False, shard_grads=True, shard_state=True),
+    3: Policy(shard_params=True, shard_grads=True, shard_state=True),
+}
+
+
+def policy_for(stage: int, *, persistent: bool = False) -> Policy:
+    """The row of `stage`; small parameters that stay resident (`persistent`) keep their values whole."""
+    if stage not in STAGES:
+        raise ConfigError(f"zero_optimization.stage is {stage}; it must be one of {sorted(STAGES)}")
+    row = STAGES[stage]
+    return Policy(False, row.shard_grads, row.shard_state) if persistent else row

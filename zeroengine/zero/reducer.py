@@ -1,0 +1,200 @@
+"""Reduces gradients while backward runs, in one order of buckets that all ranks share.
+
+A hook on each trainable parameter moves its finished gradient into the bucket's buffer. A complete bucket is launched
+once all buckets before it in the order have been: a parameter that one rank does not use delays, it never reorders. What
+is left at the end of a backward is launched by `flush`, with zeros for what did not contribute.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.errors import DivergenceError
+from zeroengine.zero.gradients import BucketGradients
+from zeroengine.zero.residency import slot_of
+
+_IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
+_PATIENCE = 1.0  # seconds; longer means that a peer cannot launch yet, and waiting for it could be a deadlock
+_POLL = 0.0002
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What the ranks agreed on at the end of a step: names of parameters that got a gradient on some rank."""
+
+    used: frozenset[str]
+
+
+class Reducer:
+    """Owns the gradient hooks and the order of launches.
+
+    `scale`: factor on every contribution (1 / (accumulation steps * loss scale)), set by the engine before backward.
+    `synchronize`: whether this backward may launch buckets whose gradients are kept whole (the last micro-batch).
+    """
+
+    def __init__(self, gradients: list[BucketGradients], control: Communicator) -> None:
+        self.gradients = gradients
+        self.scale = 1.0
+        self.synchronize = True
+        self._control = control
+        self._order = list(reversed(range(len(gradients))))
+        self._finished: list[int] = []  # order in which buckets completed, until it is agreed
+        self._order_agreed = False
+        self._next = 0  # position in the order of the next launch
+        self._launched: list[BucketGradients] = []
+        self._used: set[str] = set()
+        self._backwards = 0  # micro-batches since the last step
+        self._dirty = False  # a backward ran in this micro-batch
+        self._patient = True
+        self._handles: list[Any] = []
+        for position, g in enumerate(gradients):
+            for index, p in enumerate(g.bucket.params):
+                self._handles.append(p.register_post_accumulate_grad_hook(self._hook(position, index)))
+
+    # --- during backward ------------------------------------------------------------------------------------------
+
+    def _hook(self, position: int, index: int) -> Callable[[nn.Parameter], None]:
+        g = self.gradients[position]
+        slot = slot_of(g.bucket.params[index])
+        name = slot.name if slot is not None else ""
+
+        def on_gradient(param: Tensor) -> None:
+            grad = param.grad
+            if grad is None:
+                return
+            param.grad = None
+            self._dirty = True
+            with torch.no_grad():
+                g.add(index, grad.detach(), self.scale)
+            self._used.add(name)
+            if g.complete():
+                if not self._order_agreed and position not in self._finished:
+                    self._finished.append(position)
+                self._launch_ready()
+
+        return on_gradient
+
+    def _may_launch(self, g: BucketGradients) -> bool:
+        return self.synchronize or g.bucket.policy.shard_grads
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._order):
+            g = self.gradients[self._order[self._next]]
+            if not (g.complete() and self._may_launch(g)):
+                return
+            self._launch(g)
+
+    def _launch(self, g: BucketGradients) -> None:
+        self._next += 1
+        g.launch()
+        self._launched.append(g)
+        while self._launched and self._launched[0].done():
+            self._launched.pop(0).wait()
+        if self._patient and g.bucket.policy.shard_grads and len(self._launched) > _IN_FLIGHT:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        """Bounds the memory of buffers in flight, unless a peer needs us to go on first."""
+        oldest, until = self._launched[0], time.monotonic() + _PATIENCE
+        while not oldest.done():
+            if time.monotonic() > until:
+                self._patient = False
+                return
+            time.sleep(_POLL)
+        self._launched.pop(0).wait()
+
+    # --- at the end of a micro-batch and of a step ------------------------------------------------------------------
+
+    def mark_backward(self) -> None:
+        """A backward belongs to the running micro-batch, even if it reaches no parameter."""
+        self._dirty = True
+
+    def next_micro_batch(self) -> None:
+        """Ends the running micro-batch, if it had a backward: launches the sharded buckets that did not complete, and
+        allows every bucket one more launch. Collective. Contributions that came after a launch wait for `finish`."""
+        if not self._dirty:
+            return
+        self._flush()
+        self._end_micro_batch()
+
+    def _flush(self) -> None:
+        while self._next < len(self._order):
+            g = self.gradients[self._order[self._next]]
+            if self._may_launch(g):
+                self._launch(g)
+            else:
+                self._next += 1
+
+    def _end_micro_batch(self) -> None:
+        self._next = 0
+        self._backwards += int(self._dirty)
+        self._dirty = False
+        for g in self.gradients:
+            g.restart()
+
+    def finish(self) -> Contribution:
+        """Completes the step's reductions. Collective."""
+        self.synchronize = True
+        self._flush()
+        self._end_micro_batch()
+        names = [spec.name for g in self.gradients for spec in g.bucket.layout.specs]
+        facts = torch.zeros(2 + len(self.gradients) + len(names), dtype=torch.int32)
+        facts[0], facts[1] = self._backwards, -self._backwards
+        facts[2 : 2 + len(self.gradients)] = torch.tensor([g.pending for g in self.gradients], dtype=torch.int32)
+        facts[2 + len(self.gradients) :] = torch.tensor([n in self._used for n in names], dtype=torch.int32)
+        self._control.all_reduce(facts, "micro-batches and used parameters of the step", op="max").wait()
+        self._check_counts(int(facts[0]), -int(facts[1]))
+        for position in self._order:
+            if facts[2 + position]:  # contributions after the launch, on some rank
+                self.gradients[position].launch()
+                self._launched.append(self.gradients[position])
+        for g in self._launched:
+            g.wait()
+        self._launched.clear()
+        works = [g.spread() for g in self.gradients]
+        for work in works:
+            if work is not None:
+                work.wait()
+        self._agree_on_order()
+        used = frozenset(n for n, flag in zip(names, facts[2 + len(self.gradients) :].tolist(), strict=True) if flag)
+        return Contribution(used)
+
+    def clear(self) -> None:
+        """Forgets the step's gradients."""
+        for g in self.gradients:
+            g.clear()
+        self._launched.clear()
+        self._used.clear()
+        self._next, self._backwards, self._dirty, self._patient = 0, 0, False, True
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _check_counts(self, most: int, least: int) -> None:
+        if most == least:
+            return
+        counts = self._control.exchange(torch.tensor([self._backwards]), "micro-batches of the step").flatten().tolist()
+        told = ", ".join(f"rank {r}: {int(n)}" for r, n in zip(self._control.ranks, counts, strict=True))
+        raise DivergenceError(
+            f"rank {self._control.ranks[self._control.rank]}: the ranks ran different numbers of micro-batches (backward "
+            f"calls) before this step ({told}); give every rank the same number, or end the epoch on all ranks together"
+        )
+
+    def _agree_on_order(self) -> None:
+        """After the first step, buckets are launched in the order in which backward really completes them on rank 0."""
+        if self._order_agreed:
+            return
+        self._order_agreed = True
+        rest = [i for i in self._order if i not in self._finished]
+        order = torch.tensor(self._finished + rest, dtype=torch.int64)
+        if order.numel():
+            self._control.broadcast(order, 0, "order of gradient buckets").wait()
+        self._order = [int(i) for i in order]

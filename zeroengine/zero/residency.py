@@ -1,0 +1,150 @@
+"""A parameter whose values are elsewhere.
+
+While its bucket is released a parameter stays the same Python object: same `shape`, `numel()`, `dtype`,
+`requires_grad`, identity. Only its class is exchanged (as torch's own `UninitializedParameter` does) for
+`ReleasedParameter`, whose `__torch_function__` sees every operation that would read the values. Inside a forward or
+backward of the engine the operation gathers the bucket and runs; outside it raises, naming the parameter and the remedy.
+Its memory is one shared NaN element, expanded: even C++ code that bypasses `__torch_function__` reads NaN, never freed
+memory and never a plausible value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_T = torch.Tensor
+
+
+class ValueSource(Protocol):
+    """Who can bring the values of a released parameter (the sharder that owns its bucket)."""
+
+    def access(self, param: ReleasedParameter, function: str) -> None:
+        """Gathers the bucket of `param`, or raises `ReleasedParameterError`."""
+        ...
+
+    def saving(self) -> Any:
+        """Context in which tensors that autograd saves are replaced by references into buckets."""
+        ...
+
+
+@dataclass
+class Slot:
+    """The one attribute that the engine adds to a parameter (`param._zero`)."""
+
+    name: str
+    bucket: Any
+    index: int
+    cls: type = nn.Parameter
+    source: ValueSource | None = None
+    stub: Tensor | None = field(default=None, repr=False)
+    active: int = 0  # running modules that own the parameter
+
+
+def slot_of(param: Tensor) -> Slot | None:
+    """The engine's record of `param`, None if no engine holds it."""
+    return getattr(param, "_zero", None)
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(_T, n).__get__ for n in names if hasattr(_T, n)]
+
+
+# Operations that need no values.
+_METADATA: frozenset[Any] = frozenset(
+    _getters(
+        "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "_version",
+        "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
+        "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "itemsize", "nbytes", "_grad",
+        "is_sparse_csr", "is_ipu", "is_xla", "is_vulkan", "is_mtia", "is_maia", "_base",
+    )
+    + [_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__, _T._backward_hooks.__set__, _T._post_accumulate_grad_hooks.__set__]  # type: ignore[attr-defined]
+    + [
+        _T.size, _T.numel, _T.nelement, _T.dim, _T.ndimension, _T.element_size, _T.is_floating_point, _T.is_complex,
+        _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad, _T.get_device,
+        _T.is_same_size, _T.__len__, _T.__hash__, _T.is_signed, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full,
+        _T.is_shared, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.empty_like,
+        torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.is_tensor,
+        torch.result_type, _T.is_inference, torch.is_inference, _T.type,
+    ]
+)  # fmt: skip
+
+
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class ReleasedParameter(nn.Parameter):
+    """Class of a parameter while its values are sharded away. See the module's docstring."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
+                return func(*args, **kwargs)
+            if func is _T.__repr__:
+                p = args[0]
+                return f"ReleasedParameter('{p._zero.name}', shape={tuple(p.shape)}, dtype={p.dtype}, requires_grad={p.requires_grad})"
+            if func is _T.stride and len(args) == 1 and not kwargs:
+                return _contiguous_strides(args[0].shape)
+            if func is _T.is_contiguous:
+                return True
+            source: ValueSource | None = None
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, ReleasedParameter):
+                    source = leaf._zero.source
+                    if source is not None:
+                        source.access(leaf, getattr(func, "__name__", str(func)))
+            if source is None:
+                return func(*args, **kwargs)
+            with source.saving():
+                return func(*args, **kwargs)
+
+
+def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One element (NaN where the type has one) that looks like a tensor of `shape`."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((1,) * max(len(shape), 0), fill, dtype=dtype, device=device).expand(shape)
+
+
+def show(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
+    """Gives parameters their values. Their class stays as it is: `activate` says who may use them as plain ones."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param, value in zip(params, values, strict=True):
+            param.data = value
+
+
+def hide(params: Iterable[nn.Parameter]) -> None:
+    """Takes the values of parameters away."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            slot: Slot = param._zero  # type: ignore[attr-defined]
+            if slot.stub is None:
+                slot.stub = stub_for(param.shape, slot.bucket.dtype, slot.bucket.device)
+            param.data = slot.stub
+            param.__class__ = ReleasedParameter
+
+
+def activate(param: nn.Parameter) -> None:
+    """The module that owns `param` runs: until `deactivate` it is a plain parameter, at no cost per operation."""
+    slot: Slot = param._zero  # type: ignore[attr-defined]
+    slot.active += 1
+    if slot.active == 1:
+        param.__class__ = slot.cls
+
+
+def deactivate(param: nn.Parameter) -> None:
+    """Uses from elsewhere go through `ReleasedParameter` again, whether or not the values are still gathered."""
+    slot: Slot = param._zero  # type: ignore[attr-defined]
+    slot.active -= 1
+    if slot.active == 0:
+        param.__class__ = ReleasedParameter

@@ -1,0 +1,289 @@
+"""Buckets of one model, and the hooks that bring values when modules run and when backward reads them.
+
+Forward: every module that directly owns sharded parameters is a unit. Its pre-hook gathers its buckets and pins them, its
+post-hook unpins. Values that autograd saves meanwhile are saved as `SavedSlice`s, which backward turns back into tensors
+by gathering the bucket again. What may be released is decided at the next use of a bucket by `GatherWindow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.errors import ReleasedParameterError
+from zeroengine.zero.bucket import Bucket, Residency
+from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
+from zeroengine.zero.window import GatherWindow
+
+
+@dataclass(frozen=True)
+class SavedSlice:
+    """A saved tensor that lies in a bucket: where, and which values it had."""
+
+    bucket: Bucket
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    version: int
+
+
+class SavedOther:
+    """Any other saved tensor, with the version that torch itself would check."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # an output must be detached: the graph would hold itself alive through it
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place since forward "
+                f"(version {self.version}, now {self.tensor._version}); use the out-of-place operation"
+            )
+        return self.tensor
+
+
+@dataclass
+class _Unit:
+    """A module that owns sharded parameters itself, and their buckets."""
+
+    params: list[nn.Parameter]
+    buckets: list[Bucket]
+
+
+@dataclass
+class _Frame:
+    """One running unit: what it pinned, and how to take its saved-tensor hooks off."""
+
+    module: nn.Module
+    active: list[nn.Parameter]
+    pinned: list[Bucket]
+    hooks: contextlib.ExitStack
+
+
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Sharder:
+    """Owns the buckets whose values are sharded and the hooks on `module`."""
+
+    def __init__(self, module: nn.Module, buckets: list[Bucket], window: GatherWindow) -> None:
+        self.module = module
+        self.buckets = buckets
+        self._window = window
+        self._by_storage: dict[int, Bucket] = {}
+        self._frames: list[_Frame] = []
+        self._handles: list[Any] = []
+        self._backward_running = False
+        self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
+        for bucket in buckets:
+            for p in bucket.params:
+                slot = slot_of(p)
+                if slot is not None:
+                    slot.source = self
+        if any(b.policy.shard_params for b in buckets):
+            self._install()
+
+    # --- uses -----------------------------------------------------------------------------------------------------
+
+    def use(self, bucket: Bucket) -> None:
+        """Makes the values of `bucket` whole now; releases and fetches others as the window says."""
+        if not bucket.policy.shard_params:
+            return
+        phase = self._phase()
+        keep, fetch = self._window.visit(
+            phase, bucket.index, lambda i: self.buckets[i].residency is not Residency.RELEASED
+        )
+        for other in self.buckets:
+            if other.residency is not Residency.RELEASED and other.index not in keep and not other.pins:
+                self._release(other)
+        bucket.gather()
+        for i in fetch:
+            self.buckets[i].gather()
+        bucket.wait()
+        if bucket.full is not None:
+            self._by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
+
+    def edited(self, bucket: Bucket) -> None:
+        """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
+        if bucket.full is not None and bucket.policy.shard_params:
+            bucket.shard.copy_(bucket.full[bucket.own])
+        bucket.version += 1
+        if self.on_edit is not None:
+            self.on_edit(bucket)
+
+    def release_all(self) -> None:
+        """Releases everything that nobody has pinned."""
+        for bucket in self.buckets:
+            if not bucket.pins:
+                self._release(bucket)
+
+    def end_backward(self) -> None:
+        """The backward pass is over (called by the reducer's flush)."""
+        self._backward_running = False
+        if not self._frames:
+            self.release_all()
+
+    @contextlib.contextmanager
+    def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
+        """Keeps the values of `buckets` whole inside the context. Collective."""
+        buckets = [b for b in buckets if b.policy.shard_params]
+        for b in buckets:
+            b.gather()
+            b.pins += 1
+        active: list[nn.Parameter] = []
+        try:
+            for b in buckets:
+                b.wait()
+                if b.full is not None:
+                    self._by_storage[b.full.untyped_storage().data_ptr()] = b
+                for p in b.params:
+                    activate(p)
+                    active.append(p)
+            yield
+        finally:
+            for p in active:
+                deactivate(p)
+            for b in buckets:
+                b.pins -= 1
+            if not self._frames:
+                for b in buckets:
+                    if not b.pins:
+                        self._release(b)
+
+    def _release(self, bucket: Bucket) -> None:
+        if bucket.policy.shard_params and bucket.full is not None:
+            self._by_storage.pop(bucket.full.untyped_storage().data_ptr(), None)
+            bucket.release()
+
+    def _phase(self) -> str:
+        if in_backward():
+            if not self._backward_running:
+                self._backward_running = True
+                self._window.restart("backward")
+            return "backward"
+        return "train" if torch.is_grad_enabled() else "eval"
+
+    # --- ValueSource (residency.py) -------------------------------------------------------------------------------
+
+    def access(self, param: ReleasedParameter, function: str) -> None:
+        slot = slot_of(param)
+        if slot is None:
+            return
+        bucket: Bucket = slot.bucket
+        if not self._frames and not in_backward():
+            raise ReleasedParameterError(
+                f"parameter '{slot.name}' is sharded and its values are not gathered here ({function}). Read or edit it "
+                "inside `with zeroengine.zero.GatheredParameters([param]):`, save weights with "
+                "`engine.save_checkpoint`, `engine.save_16bit_model` or `engine.full_state_dict()`, and read single "
+                "tensors with `zeroengine.utils.safe_get_full_fp32_param(param)`"
+            )
+        self.use(bucket)
+        if self._frames and bucket not in self._frames[-1].pinned:
+            bucket.pins += 1
+            self._frames[-1].pinned.append(bucket)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before
+        # (activation checkpointing, offload of activations).
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_other: Callable[[Tensor], Any] = outer[0] if outer else SavedOther
+        unpack_other: Callable[[Any], Tensor] = outer[1] if outer else SavedOther.unpack
+        by_storage = self._by_storage
+
+        def pack(t: Tensor) -> Any:
+            bucket = by_storage.get(_storage_of(t))
+            if bucket is None or t.dtype is not bucket.dtype:
+                return pack_other(t)
+            return SavedSlice(bucket, t.storage_offset(), t.shape, t.stride(), bucket.version)
+
+        def unpack(packed: Any) -> Tensor:
+            if type(packed) is SavedSlice:
+                return self._restore(packed)
+            return unpack_other(packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _restore(self, saved: SavedSlice) -> Tensor:
+        bucket = saved.bucket
+        if bucket.version != saved.version:
+            raise RuntimeError(
+                f"parameters {bucket.subject} were updated between the forward and the backward that reads them; run "
+                "backward before step"
+            )
+        self.use(bucket)
+        if bucket.full is None:
+            raise ReleasedParameterError(f"bucket {bucket.subject} belongs to an engine that was destroyed")
+        return torch.as_strided(bucket.full, saved.shape, saved.stride, saved.offset)
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        for module in self.module.modules():
+            unit = _Unit([], [])
+            for p in module._parameters.values():
+                slot = slot_of(p) if p is not None else None
+                if p is not None and slot is not None and slot.bucket.policy.shard_params:
+                    unit.params.append(p)
+                    if slot.bucket not in unit.buckets:
+                        unit.buckets.append(slot.bucket)
+            if unit.buckets or module is self.module:
+                self._handles.append(module.register_forward_pre_hook(self._enter(unit), prepend=True))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            if not self._frames and not in_backward():
+                self._window.restart("train" if torch.is_grad_enabled() else "eval")
+            frame = _Frame(module, [], [], contextlib.ExitStack())
+            self._frames.append(frame)
+            for bucket in unit.buckets:
+                self.use(bucket)
+                bucket.pins += 1
+                frame.pinned.append(bucket)
+            for p in unit.params:
+                activate(p)
+                frame.active.append(p)
+            if unit.buckets and torch.is_grad_enabled():
+                frame.hooks.enter_context(self.saving())
+
+        return enter
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # After an exception in a pre-hook or inside, frames of modules further in may be left: drop them as well.
+        while self._frames:
+            frame = self._frames.pop()
+            frame.hooks.close()
+            for p in frame.active:
+                deactivate(p)
+            for bucket in frame.pinned:
+                bucket.pins -= 1
+            if frame.module is module:
+                break
+        if not self._frames and not in_backward():
+            self.release_all()
+
+    def remove(self) -> None:
+        """Takes all hooks off and gives the parameters their own memory. Collective if values are sharded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._by_storage.clear()
+        for bucket in self.buckets:
+            bucket.detach()
+
+
+def _storage_of(t: Tensor) -> int:
+    """Address of the memory of `t`; 0 for tensors without any of their own (wrappers, fake tensors)."""
+    try:
+        return t.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
