@@ -75,7 +75,11 @@ def wrong_bits(held: dict[str, list[Piece]]) -> list[str]:
 
 
 def own_values(rank: int) -> dict[str, Any]:
-    return {"python": random.Random(rank).getstate(), "torch": torch.Generator().manual_seed(rank).get_state(), "rank": rank}
+    return {
+        "python": random.Random(rank).getstate(),
+        "torch": torch.Generator().manual_seed(rank).get_state(),
+        "rank": rank,
+    }
 
 
 REPLICATED: dict[str, Any] = {

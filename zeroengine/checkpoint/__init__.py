@@ -2,6 +2,7 @@
 
 from zeroengine.checkpoint.folder import LATEST, complete_tags, write_latest
 from zeroengine.checkpoint.loading import Loaded, find_checkpoint, load
+from zeroengine.checkpoint.ranks import agree
 from zeroengine.checkpoint.rectangles import rectangles
 from zeroengine.checkpoint.saving import save
 from zeroengine.checkpoint.sharded import ShardedTensorView
@@ -10,6 +11,7 @@ __all__ = [
     "LATEST",
     "Loaded",
     "ShardedTensorView",
+    "agree",
     "complete_tags",
     "find_checkpoint",
     "load",

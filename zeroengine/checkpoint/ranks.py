@@ -8,13 +8,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import CheckpointError, RankError, ZeroEngineError
 
 T = TypeVar("T")
+
+_LONGEST = 4000  # bytes of an error's text that travel to the other ranks
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there or choose another folder",
@@ -63,7 +67,7 @@ class Ranks:
             raise raised
         failures = {r: text for r, (text, _) in enumerate(outcomes) if text is not None}
         if failures:
-            raise self._failed(doing, failures) from raised
+            raise failure(doing, failures, self.world) from raised
         return [value for _, value in outcomes]
 
     def on_rank0(self, doing: str, work: Callable[[], T]) -> T:
@@ -82,7 +86,8 @@ class Ranks:
             own = exc.failures.get(self.rank, (None, None))[0]
             if own is not None and not isinstance(own, Exception):
                 raise own from None
-            raise self._failed(doing, {r: describe(e) for r, (e, _) in exc.failures.items()}) from own
+            told = {r: describe(e) for r, (e, _) in exc.failures.items()}
+            raise failure(doing, told, self.world) from own
         except RuntimeError as exc:
             raise self._lost(doing, exc) from exc
 
@@ -100,20 +105,51 @@ class Ranks:
             raise self._lost(doing, exc) from exc
         return everyone
 
-    def _failed(self, doing: str, failures: dict[int, str]) -> CheckpointError:
-        shown = [f"rank {r}: {text}" for r, text in sorted(failures.items())[:8]]
-        if len(failures) > len(shown):
-            shown.append(f"and {len(failures) - len(shown)} more ranks")
-        if len(set(failures.values())) == 1 and len(failures) > 1:
-            who = f"all {self.world} ranks" if len(failures) == self.world else f"ranks {sorted(failures)}"
-            shown = [f"{who}: {next(iter(failures.values()))}"]
-        return CheckpointError(f"{doing} failed on " + "; ".join(shown))
-
     def _lost(self, doing: str, exc: BaseException) -> RankError:
         return RankError(
             f"rank {self.rank} on {socket.gethostname()}: {doing}: another rank died, stopped or left the group "
             f"({str(exc).splitlines()[0] if str(exc) else type(exc).__name__}); see the first error of the other ranks"
         )
+
+
+def agree(work: Callable[[], T], doing: str, control: Communicator) -> T:
+    """Runs `work` on every rank of `control` and returns this rank's result. Collective.
+
+    If it raises anywhere, every rank raises CheckpointError with the texts of all that failed; see `Ranks.phase`.
+    Unlike there, results are not exchanged, and the agreement goes through a communicator of the engine.
+    """
+    result: T | None = None
+    raised: BaseException | None = None
+    try:
+        result = work()
+    except BaseException as exc:  # an interrupt too: the others must hear of it before this rank leaves
+        raised = exc
+    text = b"" if raised is None else describe(raised).encode("utf-8")[:_LONGEST]
+    lengths = control.exchange(torch.tensor([len(text)]), doing).flatten().tolist()
+    if max(lengths) == 0:
+        return result  # type: ignore[return-value]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = control.exchange(padded, f"{doing}: errors").tolist()
+    if raised is not None and not isinstance(raised, Exception):
+        raise raised
+    told = {
+        rank: bytes(row[:length]).decode("utf-8", "replace")
+        for rank, row, length in zip(control.ranks, rows, lengths, strict=True)
+        if length
+    }
+    raise failure(doing, told, control.size) from raised
+
+
+def failure(doing: str, failures: dict[int, str], world: int) -> CheckpointError:
+    """The error that every rank of `world` raises when those in `failures` could not do their part."""
+    shown = [f"rank {r}: {text}" for r, text in sorted(failures.items())[:8]]
+    if len(failures) > len(shown):
+        shown.append(f"and {len(failures) - len(shown)} more ranks")
+    if len(set(failures.values())) == 1 and len(failures) > 1:
+        who = f"all {world} ranks" if len(failures) == world else f"ranks {sorted(failures)}"
+        shown = [f"{who}: {next(iter(failures.values()))}"]
+    return CheckpointError(f"{doing} failed on " + "; ".join(shown))
 
 
 def describe(exc: BaseException) -> str:

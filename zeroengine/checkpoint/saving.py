@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-import zeroengine
+from zeroengine import __version__
 from zeroengine.checkpoint import folder as folders
 from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.checkpoint.sharded import ShardedTensorView
@@ -148,7 +148,7 @@ class _Saver:
                 world=self.ranks.world,
                 saved_at=folders.now(),
                 torch=str(torch.__version__),
-                zeroengine=zeroengine.__version__,
+                zeroengine=__version__,
                 files=self.sums,
             )
             folders.commit(self.saving, self.final, marker, latest=self.latest)
