@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import report
+from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.state import WeightMethods
@@ -23,7 +24,7 @@ from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(WeightMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -128,9 +129,7 @@ class ZeroEngine(WeightMethods, nn.Module):
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
-            logger.warning(
-                "the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss)
-            )
+            logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
         self._prepare_backward()
         self._print_progress(result)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.checkpoint import agree
 from zeroengine.zero.residency import slot_of
 
 if TYPE_CHECKING:
@@ -76,9 +77,6 @@ class WeightMethods:
     ) -> bool:
         """Writes the complete weights in the type they are used in (`torch.load(..., weights_only=True)` reads them).
         Collective. Errors on rank 0 reach every rank."""
-        from zeroengine.checkpoint import (
-            agree,  # floor 7 is below; here to keep torch.distributed.checkpoint out of start-up
-        )
 
         state = self.full_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename

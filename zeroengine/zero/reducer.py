@@ -112,6 +112,11 @@ class Reducer:
 
     # --- at the end of a micro-batch and of a step ------------------------------------------------------------------
 
+    @property
+    def unfinished(self) -> bool:
+        """Micro-batches have run since the last step."""
+        return self._dirty or self._backwards > 0
+
     def mark_backward(self) -> None:
         """A backward belongs to the running micro-batch, even if it reaches no parameter."""
         self._dirty = True
