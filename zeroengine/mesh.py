@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Sequence
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -46,7 +46,8 @@ class Degrees:
             if world_size % others:
                 raise ConfigError(
                     f"mesh: {arithmetic} = {others} does not divide {world_size} ranks "
-                    f"({world_size} / {others} = {world_size / others:.2f} for dp_shard); change a degree or the number of ranks"
+                    f"({world_size} / {others} = {world_size / others:.2f} for dp_shard); "
+                    "change a degree or the number of ranks"
                 )
             given["dp_shard"] = world_size // others
         elif others * dp_shard != world_size:
@@ -78,9 +79,9 @@ class Degrees:
 class Mesh:
     """One rank's place in the mesh and its communicators.
 
-    Gathering and reducing have separate streams over the same ranks, so that they need no common order. `replicate`
-    joins the ranks that hold the same shard; `control` all data-parallel ranks of this rank's model replica part, always
-    over CPU tensors.
+    Gathering and reducing have separate streams over the same ranks, so that they need no common order.
+    `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
+    always over CPU tensors.
     """
 
     degrees: Degrees
@@ -112,9 +113,7 @@ def build_mesh(
     fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
 ) -> Mesh:
     """Builds the mesh of a job once, from degrees. Collective over the world."""
-    degrees = Degrees.resolve(
-        fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp
-    )
+    degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     # dimensions of one rank would cost one group for every rank of the world
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
     shape = tuple(getattr(degrees, name) for name in dims)

@@ -44,7 +44,7 @@ from zeroengine.comm.torch_names import reduce_scatter_single as reduce_scatter_
 __all__ = [
     "Communicator", "Fabric", "LocalCommunicator", "ReduceOp", "TorchCommunicator", "Traffic", "Work", "all_gather",
     "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
-    "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "get_backend", "get_local_rank", "get_rank",
-    "get_world_size", "init_distributed", "irecv", "is_available", "is_initialized", "isend", "monitored_barrier",
-    "new_group", "recv", "reduce", "reduce_scatter_tensor", "scatter", "send",
+    "broadcast", "broadcast_object_list", "destroy_process_group", "gather", "get_backend", "get_local_rank",
+    "get_rank", "get_world_size", "init_distributed", "irecv", "is_available", "is_initialized", "isend",
+    "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter_tensor", "scatter", "send",
 ]  # fmt: skip

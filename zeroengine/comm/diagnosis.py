@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, Literal, Sequence
+from typing import Literal
 
 from zeroengine.comm.fingerprint import name_ranks
 from zeroengine.comm.status import PeerView, Wait
@@ -118,7 +119,9 @@ class Diagnosis:
         if status is not None and (status.state != "running" or self.wait.lane in status.poisoned):
             return True
         process = view.process(self.machine)
-        if process in ("gone", "stopped"):
+        if process == "gone" or (
+            process == "stopped" and view.silent > self.stale / 2
+        ):  # a profiler stops it for a moment
             return True
         return process == "unknown" and view.silent > self.stale
 
@@ -135,7 +138,7 @@ class Diagnosis:
         if status is not None and status.state == "failed":
             return f"{view.who()} failed: {status.error}"
         if status is not None and status.state == "exited":
-            return f"{view.who()} has exited, {self._last_seen(view)}"
+            return f"{view.who()} has exited"
         if process == "gone":
             return f"{view.who()} is gone without a word (killed, crashed or os._exit), {self._last_seen(view)}"
         if process == "stopped":

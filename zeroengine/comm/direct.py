@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,14 +162,20 @@ class DirectCommunicator:
         return DirectWork(dist.irecv(tensor, self.ranks[src], group=self._group), (tensor,))
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
-        raise TypeError(f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator")
+        raise TypeError(
+            f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator"
+        )
 
     def barrier(self, subject: str) -> None:
-        raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")
+        raise TypeError(
+            f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator"
+        )
 
     def verify_order(self, control: Communicator) -> None:
-        """Compares what the group's ranks have issued so far; raises `DivergenceError` on every rank of `control`, which
-        must hold all ranks of this group. Blocks the host; moves 16 bytes a rank unless there is something to report."""
+        """Compares what the group's ranks have issued so far; raises `DivergenceError` on every rank of `control`.
+
+        `control` must hold all ranks of this group. Blocks the host; moves 24 bytes a rank unless there is something to
+        report."""
         rows = [control.ranks.index(r) for r in self.ranks]
         states = control.exchange(self.order.state(), f"order of {self.name}")
         differs = bool((states[rows] != states[rows[0]]).any())
@@ -195,7 +202,7 @@ class DirectCommunicator:
     def _first_difference(self, hashes: Tensor, texts: Tensor) -> Exception:
         width = Fingerprint.WIDTH * 8
         me = self.ranks[self.rank]
-        # row i holds operation number n with n % 64 == i; the oldest row that differs is the first divergence remembered
+        # row i holds operation number n with n % 64 == i; the oldest that differs is the first divergence remembered
         numbers = texts[:, :, :8].contiguous().view(torch.int64).squeeze(-1)
         differing = (hashes != hashes[0]).any(dim=0)
         candidates = [i for i in range(hashes.shape[1]) if bool(differing[i])]

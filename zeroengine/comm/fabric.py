@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Sequence
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,9 @@ class Fabric:
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for communicator {name!r} of ranks {members}, which it is not in")
         if list(members) != sorted(set(members)) or members[0] < 0 or members[-1] >= self.world_size:
-            raise ValueError(f"communicator {name!r}: ranks {members} are not ascending within 0..{self.world_size - 1}")
+            raise ValueError(
+                f"communicator {name!r}: ranks {members} are not ascending within 0..{self.world_size - 1}"
+            )
         if any(made.name == name for made in self._made):
             raise ValueError(f"communicator {name!r} exists; streams of one fabric need different names")
 

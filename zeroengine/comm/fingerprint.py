@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Sequence
 
 import torch
 from torch import Tensor
@@ -81,8 +81,8 @@ def divergence(name: str, rank: int, lines: Sequence[tuple[int, str]]) -> Diverg
     return DivergenceError(
         f"rank {rank}: ranks issued different operations on communicator {name!r}:\n"
         + "\n".join(f"  {line}" for line in _grouped(lines))
-        + "\nEvery rank must run the same modules with the same shapes in the same order; look for a branch that depends "
-        "on the rank or on its data at the operations named above."
+        + "\nEvery rank must run the same modules with the same shapes in the same order; look for a branch that "
+        "depends on the rank or on its data at the operations named above."
     )
 
 

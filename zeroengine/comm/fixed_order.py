@@ -7,7 +7,7 @@ groups gives the bits of a flat one. The number of torch calls grows with log2 o
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ def wide_rows(rows: Tensor, dtype: torch.dtype, scratch: Tensor) -> Tensor:
 def reduce_rows(rows: Tensor, op: ReduceOp, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
     """out [S] = scale * reduction of `rows` [N, S] in fixed order, added to `out` when `accumulate`. Overwrites `rows`.
 
-    Scaling and accumulating are separate operations on purpose: fused, their rounding would depend on whether an element
-    falls in a vectorised body or in its tail, that is on where the buffer is cut.
+    Scaling and accumulating are separate operations on purpose: fused, their rounding would depend on whether an
+    element falls in a vectorised body or in its tail, that is on where the buffer is cut.
     """
     n, step, combine = rows.shape[0], 1, _COMBINE[op]
     while 2 * step < n:

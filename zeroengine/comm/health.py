@@ -1,8 +1,8 @@
 """Health of the peers: a heartbeat of every process, and the watch that turns silence into a named error.
 
-One `Monitor` a process. A daemon thread writes this rank's `Status` to the store of the default process group about once
-a second and, while someone waits for other ranks, reads theirs. Only that thread touches the store: a store whose host
-is stopped blocks for ever, so no waiter may.
+One `Monitor` a process. A daemon thread writes this rank's `Status` to the store of the default process group about
+once a second and, while someone waits for other ranks, reads theirs. Only that thread touches the store: a store whose
+host is stopped blocks for ever, so no waiter may.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Iterator
 
 import torch.distributed as dist
 
@@ -30,7 +30,10 @@ from zeroengine.errors import RankError
 from zeroengine.logging import logger
 
 _GOODBYE_SECONDS = 1.0
+_LINGER_SECONDS = 2.0
+_SETTLE_SECONDS = 0.2
 _ERROR_CHARACTERS = 600
+_ENDED = "zeroengine/health/ended"
 
 
 class Monitor:
@@ -56,6 +59,7 @@ class Monitor:
         self._sent = threading.Event()
         self._end: tuple[str, str, bool] | None = None  # state, error, secondary
         self._answered = time.monotonic()  # when the store last answered
+        self._store_closed = False
         pid = os.getpid()
         self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
         self._beat = 0
@@ -67,6 +71,7 @@ class Monitor:
 
     def add_lane(self, lane: Lane) -> None:
         self._lanes.add(lane)
+        self._wake.set()
 
     def issued(self) -> dict[str, int]:
         return {lane.key: lane.issued for lane in list(self._lanes)}
@@ -91,13 +96,29 @@ class Monitor:
                 self._known_since.clear()
 
     def record_end(self, state: str, error: str = "", secondary: bool = False) -> None:
-        """Publishes the end of this process; returns after at most a second, sent or not."""
+        """Publishes the end of this process; returns after a second at most, sent or not.
+
+        The rank that keeps the store stays for up to two more while others have not ended: they may be about to read
+        why somebody failed.
+        """
         if self._end is not None and self._end[0] == "failed":
             return
         self._end = (state, error[-_ERROR_CHARACTERS:], secondary)
         self._sent.clear()
         self._wake.set()
-        self._sent.wait(_GOODBYE_SECONDS)
+        keeper = self.rank == self.store_host
+        self._sent.wait(_GOODBYE_SECONDS + (_LINGER_SECONDS if keeper else 0.0))
+
+    def busy(self) -> bool:
+        """Whether a thread of this process is inside a collective."""
+        return any(lane.busy() for lane in list(self._lanes))
+
+    def settle(self) -> None:
+        """Waits a moment for threads inside a collective before the interpreter goes (see `_leave_at_once`). The lowest
+        ranks go first: their closed connections end the collectives of the others while those still wait."""
+        deadline = time.monotonic() + _SETTLE_SECONDS * (1 + self.rank % 8)
+        while self.busy() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     # -- what is known of others ------------------------------------------------------------------------------------
 
@@ -111,26 +132,44 @@ class Monitor:
             since = max(self._known_since[rank], known[1] if known else 0.0)
         return PeerView(rank, known[0] if known else None, now - since)
 
+    def restart_clocks(self) -> None:
+        """Forgets how long others were silent: this process itself was stopped, and everyone may have been."""
+        now = time.monotonic()
+        with self._lock:
+            self._known_since = dict.fromkeys(self._known_since, now)
+            self._answered = now
+
     def store_silent(self) -> float:
-        """Seconds since the store last answered, beyond the usual interval."""
-        return max(0.0, time.monotonic() - self._answered - 2 * self.interval)
+        """Seconds since the store last answered, beyond the usual interval; infinite when its connection is closed."""
+        return float("inf") if self._store_closed else max(0.0, time.monotonic() - self._answered - 2 * self.interval)
 
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while self._end is None:
             self._wake.wait(self.interval)
             self._wake.clear()
-            ending = self._end is not None
             try:
                 self._write()
                 self._read()
                 self._answered = time.monotonic()
-            except Exception as error:  # a store that fails is evidence, not an error of ours
+            except dist.DistNetworkError as error:
+                self._store_closed = True
+                logger.debug("the store is gone: %s", error)
+            except Exception as error:  # a store that fails is evidence about its host, not an error of ours
                 logger.debug("the store does not answer: %s", error)
-            if ending:
-                self._sent.set()
-                return
+        try:
+            self._write()
+            self._linger(self._store.add(_ENDED, 1))
+        except Exception as error:
+            logger.debug("the end of this rank could not be published: %s", error)
+        self._sent.set()
+
+    def _linger(self, ended: int) -> None:
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while self.rank == self.store_host and ended < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            ended = self._store.add(_ENDED, 0)
 
     def _write(self) -> None:
         self._beat += 1
@@ -194,7 +233,7 @@ def process_monitor(interval: float = 1.0) -> Monitor:
         if owner is group:
             return monitor
     store = dist.distributed_c10d._get_default_store()
-    own = store.clone()
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=max(2.0, 3 * interval)))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     monitor = Monitor(own, dist.get_rank(), dist.get_world_size(), None if agent else 0, interval)
@@ -211,6 +250,27 @@ def _install_hooks(monitor: Monitor) -> None:
             text = "".join(traceback.format_exception_only(kind, error)).strip()
             monitor.record_end("failed", text, isinstance(error, RankError))
         previous(kind, error, trace)
+        if os.getpid() == pid and monitor.busy():
+            _leave_at_once(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def bye() -> None:
+        if os.getpid() == pid:
+            monitor.record_end("exited")
+            monitor.settle()
 
     sys.excepthook = hook
-    atexit.register(lambda: monitor.record_end("exited") if os.getpid() == pid else None)
+    atexit.register(bye)
+
+
+def _leave_at_once(code: int) -> None:
+    """Ends the process after an uncaught error while a thread is in a collective that will not end.
+
+    The thread cannot be interrupted: Gloo has no abort. If its peer closes the connection while the interpreter is
+    being taken down, the thread comes back into an interpreter that is no more and ends the process with SIGABRT
+    instead of the exit code. So what an ordinary exit would run is run here, and the rest is left out.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Callable, Protocol, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -75,7 +76,9 @@ class Lane:
     meet ours. An error poisons the lane: every later operation fails with the same error.
     """
 
-    def __init__(self, key: str, peers: Sequence[int], watch: Watch, verify: Callable[[Operation], None] | None) -> None:
+    def __init__(
+        self, key: str, peers: Sequence[int], watch: Watch, verify: Callable[[Operation], None] | None
+    ) -> None:
         self.key = key
         self.peers = peers
         self.watch = watch
@@ -85,6 +88,7 @@ class Lane:
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._verify = verify
+        self._busy = False
         self._thread = threading.Thread(target=self._work, name=f"zeroengine {key}", daemon=True)
         watch.watch(self)
         self._thread.start()
@@ -114,8 +118,12 @@ class Lane:
     def running(self) -> bool:
         return self._thread.is_alive()
 
+    def busy(self) -> bool:
+        """Whether the thread is inside an operation, that is in the transport's native code."""
+        return self._busy and self._thread.is_alive()
+
     def close(self, seconds: float) -> None:
-        """Ends the thread after what is queued; one that is held up by a dead peer is left to the end of the process."""
+        """Ends the thread after what is queued; one that a dead peer holds up is left to the end of the process."""
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
@@ -133,12 +141,15 @@ class Lane:
             operation.finish(self.error)
             return
         try:
+            self._busy = True
             if self._verify is not None:
                 self._verify(operation)
             operation.execute()
         except Exception as error:  # handed to whoever waits
+            self._busy = False
             self.poison(self.watch.explain(self, operation.describe(), error))
             return
+        self._busy = False
         with self._lock:
             self._pending.pop(operation.index, None)
         operation.finish()

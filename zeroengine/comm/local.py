@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class LocalCommunicator:
 
     def __init__(self, name: str, rank: int = 0) -> None:
         self.name = name
-        self.ranks = (rank,)
+        self.ranks: tuple[int, ...] = (rank,)
         self.rank = 0
         self.size = 1
         self.traffic = Traffic()
@@ -78,7 +78,9 @@ class LocalCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         checks.check_all_to_all(self.name, 1, output, input, subject, output_splits, input_splits)
-        checks.require(output.numel() == input.numel(), "all_to_all of a group of one: unequal sizes", self.name, subject)
+        checks.require(
+            output.numel() == input.numel(), "all_to_all of a group of one: unequal sizes", self.name, subject
+        )
         return self._copy("all_to_all", output, input)
 
     def send(self, tensor: Tensor, dst: int, subject: str) -> Work:

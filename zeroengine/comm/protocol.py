@@ -12,8 +12,9 @@ and raise `DivergenceError` from `Work.wait` (or from the call itself) on every 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Sequence
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -53,7 +54,7 @@ class Traffic:
 
 
 class Communicator(Protocol):
-    """Collectives over `ranks` (global ranks in group order). All tensors are contiguous and 1-D unless said otherwise."""
+    """Collectives over `ranks` (global ranks in group order). Tensors are contiguous and 1-D unless said otherwise."""
 
     name: str
     ranks: tuple[int, ...]

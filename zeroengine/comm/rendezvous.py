@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Mapping
 
 import torch.distributed as dist
 
@@ -43,8 +42,8 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise ConfigError(
-            f"rank {rank} of {world_size}: {' and '.join(missing)} not set; start the script with zerorun or torchrun, or "
-            "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
+            f"rank {rank} of {world_size}: {' and '.join(missing)} not set; start the script with zerorun or torchrun, "
+            "or set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
         )
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -70,8 +69,8 @@ def _serve(place: Place, timeout: timedelta) -> dist.Store:
         )
     except (RuntimeError, OSError) as error:
         raise RankError(
-            f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in use "
-            f"or the address is not this host's ({_first_line(error)}). {_PORT_REMEDY}"
+            f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in "
+            f"use or the address is not this host's ({_first_line(error)}). {_PORT_REMEDY}"
         ) from error
 
 
@@ -88,8 +87,8 @@ def _await_listener(place: Place, timeout: timedelta) -> None:
             error = refused
             time.sleep(0.1)
     raise RankError(
-        f"rank {place.rank}: nothing listens on {place.host}:{place.port} since {timeout.total_seconds():.0f} s ({error}); "
-        "rank 0 did not start or a firewall is between: look at the output of rank 0"
+        f"rank {place.rank}: nothing listens on {place.host}:{place.port} since {timeout.total_seconds():.0f} s "
+        f"({error}); rank 0 did not start or a firewall is between: look at the output of rank 0"
     )
 
 
@@ -101,7 +100,9 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     def connect() -> None:
         try:
             short = timedelta(seconds=_HANDSHAKE_SECONDS / 2)
-            store = dist.TCPStore(place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False)
+            store = dist.TCPStore(
+                place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False
+            )
             store.set_timeout(timeout)
             made.append(store)
         except Exception as error:
@@ -114,7 +115,7 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
         return made[0]
     reason = _first_line(failed[0]) if failed else "it does not answer"
     raise RankError(
-        f"rank {place.rank}: what listens on port {place.port} of {place.host} is not the store of this job ({reason}): "
+        f"rank {place.rank}: what listens on port {place.port} of {place.host} is not this job's store ({reason}); "
         f"the port is in use by another program, or rank 0 ended at once. {_PORT_REMEDY}"
     )
 
@@ -136,14 +137,16 @@ def _check_identity(store: dist.Store, place: Place) -> None:
     while not store.check(["world/0"]):
         if time.monotonic() > deadline:
             raise RankError(
-                f"rank {place.rank}: the store on {place.host}:{place.port} is not kept by rank 0 of this job. {_PORT_REMEDY}"
+                f"rank {place.rank}: the store on {place.host}:{place.port} is not kept by rank 0 of this job. "
+                + _PORT_REMEDY
             )
         time.sleep(0.05)
     theirs = int(store.get("world/0"))
     if theirs != place.world_size:
         raise RankError(
-            f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {theirs} on rank 0 at {place.host}:{place.port}; "
-            f"the ranks were started differently, or another job meets on this port. {_PORT_REMEDY}"
+            f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {theirs} on rank 0 at "
+            f"{place.host}:{place.port}; the ranks were started differently, or another job meets on this port. "
+            + _PORT_REMEDY
         )
 
 

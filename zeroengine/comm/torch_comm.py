@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ class TorchCommunicator:
     With `simulate` (torch's `fake` backend) operations run at once in the caller, without threads and checks.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, ranks: Sequence[int], watch: Watch | None, *, simulate: bool = False):
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, ranks: Sequence[int], watch: Watch | None, *, simulate: bool = False
+    ):
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = dist.get_group_rank(group, dist.get_rank())
@@ -60,7 +62,9 @@ class TorchCommunicator:
     ) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
         self._count("reduce_scatter", full.nbytes)
-        mark = Fingerprint("reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else "")
+        mark = Fingerprint(
+            "reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else ""
+        )
         run = partial(self._transport.reduce_scatter, shard, full, scale, accumulate)
         return self._issue(mark, run, full, shard)
 
@@ -162,7 +166,9 @@ class TorchCommunicator:
 
     def _on_cpu(self, subject: str, *tensors: Tensor) -> None:
         for t in tensors:
-            checks.require(t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject)
+            checks.require(
+                t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject
+            )
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.traffic.count(kind, checks.sent_share(nbytes, self.size))
@@ -170,5 +176,3 @@ class TorchCommunicator:
 
 def _nothing() -> None:
     return
-
-

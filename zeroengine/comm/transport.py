@@ -6,7 +6,7 @@ reduce-scatter, in a fixed order of summands, and on Gloo several times faster t
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -106,5 +106,3 @@ class SimulatedTransport(Transport):
             own = full.view(-1)[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
             if own.data_ptr() != shard.data_ptr():
                 own.copy_(shard.view(-1))
-
-

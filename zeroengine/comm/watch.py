@@ -13,14 +13,14 @@ from zeroengine.logging import logger
 
 _REMEDY_DEAD = "Look at the output of that rank for the first error; this rank ends because it cannot go on alone."
 _REMEDY_DIVERGED = (
-    "Every rank must reach the same operations in the same order; look for a branch, an early return or a different number "
-    "of steps that depends on the rank or on its data."
+    "Every rank must reach the same operations in the same order; look for a branch, an early return or a different "
+    "number of steps that depends on the rank or on its data."
 )
 
 
 class HealthWatch:
-    """Waits for operations; after `timeout` seconds at most it raises when a rank died, stopped, failed, exited or waits
-    for us elsewhere. A rank that is alive in user code is only slow: one warning, and patience up to `stall_timeout`."""
+    """Waits for operations; within `timeout` seconds it raises when a rank died, stopped, failed, exited or waits for
+    us elsewhere. A rank that is alive in user code is only slow: one warning, and patience up to `stall_timeout`."""
 
     def __init__(self, monitor: Monitor, timeout: float, stall_timeout: float) -> None:
         self._monitor = monitor
@@ -44,8 +44,12 @@ class HealthWatch:
         earlier: Verdict | None = None
         warned = False
         poll = min(0.25, self._timeout / 20)
+        last = time.monotonic()
         while not operation.finished_within(poll):
-            waited = time.monotonic() - start
+            now = time.monotonic()
+            if now - last > poll + self._stale / 2:  # we were stopped ourselves
+                self._monitor.restart_clocks()
+            last, waited = now, now - start
             wait = self._wait_of(operation)
             verdict = self._verdict(wait, waited)
             error = self._judge(verdict, earlier, wait, waited)
@@ -93,14 +97,18 @@ class HealthWatch:
     def _verdict(self, wait: Wait, waited: float) -> Verdict:
         m, silent = self._monitor, self._monitor.store_silent()
         if silent > 0 and m.store_host is None and silent > self._stale:
-            return Verdict("dead", "the job's store, kept by the launcher, does not answer: the launcher is gone or stopped")
+            return Verdict(
+                "dead", "the job's store, kept by the launcher, does not answer: the launcher is gone or stopped"
+            )
         if silent > 0 and m.store_host is not None and m.store_host != m.rank:
             host = m.view(m.store_host)
             gone = host.process(m.machine) in ("gone", "stopped") or silent > self._stale
             # a group without the store's rank may outlive it, but nothing more can be learnt about its ranks
             if gone and (m.store_host in wait.ranks or waited > self._timeout):
-                ended = Diagnosis(m.rank, wait, {}, m.view, m.machine, self._stale).how_it_ended(host)
-                return Verdict("dead", f"{ended}; the job's store, which it keeps, does not answer", (m.store_host,))
+                known = Diagnosis(m.rank, wait, {}, m.view, m.machine, self._stale)
+                ended = known.how_it_ended(host) if host.status else f"rank {host.rank} is gone or stopped"
+                text = f"{ended} (the job's store, which it keeps, does not answer)"
+                return Verdict("dead", text, (host.rank,))
         stale = self._stale if silent == 0 else float("inf")  # no news from a silent store says nothing about a peer
         return Diagnosis(m.rank, wait, m.issued(), m.view, m.machine, stale).verdict()
 
@@ -118,4 +126,5 @@ class HealthWatch:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]
+    """Without Gloo's advice to look at other ranks' logs, which is ours to give."""
+    return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0][:300]

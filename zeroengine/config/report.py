@@ -82,8 +82,8 @@ def markdown(table: KeyTable) -> str:
         "A key is *honoured*; or *ignored*: it cannot change the result, has no effect here, and one warning names",
         "all such keys that ask for something; or *refused*: it would change the result, and asking for it is an",
         "error. Any other key is an error that names the nearest one, unless `strict` is false; keys that start with",
-        "`_`, `x-`, `//`, `#` or `$`, and `comment`, are remarks. `\"auto\"` is filled where the answer is known and an",
-        "error otherwise.",
+        "`_`, `x-`, `//`, `#` or `$`, and `comment`, are remarks. `\"auto\"` is filled where the answer is known and",
+        "an error where it is not.",
         "",
     ]
     sections = [""] + [row.path for row in table.values() if row.section and not row.open and row.kind is Kind.HONOURED]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,9 @@ class ZeroEngine(WeightMethods, nn.Module):
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
-            logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
+            logger.warning(
+                "the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss)
+            )
         self._prepare_backward()
         self._print_progress(result)
 

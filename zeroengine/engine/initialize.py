@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Adds `--deepspeed` and `--deepspeed_config` (and `--config` under our own name) to a script's parser."""
     group = parser.add_argument_group("zeroengine", "training engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility; the engine is always used")
-    group.add_argument("--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration")
+    group.add_argument(
+        "--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration"
+    )
     return parser
 
 
@@ -72,7 +75,9 @@ def initialize(
     _check_places(settings, device)
     owns_mesh = mesh is None
     mesh = mesh if mesh is not None else _mesh(settings, device)
-    return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    return _initialize(
+        model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh
+    )
 
 
 def _initialize(
@@ -114,7 +119,9 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     from_args = getattr(args, "deepspeed_config", None)
     given = [c for c in (config, config_params, from_args) if c is not None]
     if not given:
-        raise ConfigError("no configuration: pass config=<path or dict> to zeroengine.initialize, or --deepspeed_config")
+        raise ConfigError(
+            "no configuration: pass config=<path or dict> to zeroengine.initialize, or --deepspeed_config"
+        )
     return given[0]
 
 
@@ -130,7 +137,9 @@ def _mesh(settings: Config, device: torch.device) -> Mesh:
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
         if fabric.world_size % shard:
-            raise ConfigError(f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job")
+            raise ConfigError(
+                f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job"
+            )
         replicate = fabric.world_size // shard
     return build_mesh(fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
 
@@ -141,10 +150,13 @@ def _check_places(settings: Config, device: torch.device) -> None:
         if section.device == "none":
             continue
         if section.device == "cpu" and device.type == "cpu":
-            log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
+            log_once(
+                f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already"
+            )
             continue
         raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; remove the section"
+            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
+            "remove the section"
         )
 
 
@@ -172,5 +184,3 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
-
-

@@ -8,8 +8,9 @@ is left at the end of a backward is launched by `flush`, with zeros for what did
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

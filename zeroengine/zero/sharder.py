@@ -8,8 +8,9 @@ by gathering the bucket again. What may be released is decided at the next use o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,7 @@ class Sharder:
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._backward_running = False
+        self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
         for bucket in buckets:
             for p in bucket.params:
                 slot = slot_of(p)
@@ -110,6 +112,14 @@ class Sharder:
         bucket.wait()
         if bucket.full is not None:
             self._by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
+
+    def edited(self, bucket: Bucket) -> None:
+        """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
+        if bucket.full is not None and bucket.policy.shard_params:
+            bucket.shard.copy_(bucket.full[bucket.own])
+        bucket.version += 1
+        if self.on_edit is not None:
+            self.on_edit(bucket)
 
     def release_all(self) -> None:
         """Releases everything that nobody has pinned."""
@@ -194,7 +204,7 @@ class Sharder:
             bucket = by_storage.get(_storage_of(t))
             if bucket is None or t.dtype is not bucket.dtype:
                 return pack_other(t)
-            return SavedSlice(bucket, t.storage_offset(), t.shape, t.stride(), bucket.version)
+            return SavedSlice(bucket, int(t.storage_offset()), t.shape, t.stride(), bucket.version)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedSlice:

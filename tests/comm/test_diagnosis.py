@@ -1,0 +1,99 @@
+"""Who is to blame, from heartbeats: pure, no processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroengine.comm.diagnosis import Diagnosis, Verdict
+from zeroengine.comm.status import PeerView, Status, Wait, pack_ranks, unpack_ranks
+
+BASE = Status(
+    beat=5, pid=1, host="node7", machine="elsewhere", started="1", issued={"params": 3}, line="train.py:1 (f)"
+)
+
+
+def wait(lane: str, index: int, ranks: list[int]) -> Wait:
+    return Wait(lane, index, f"all_gather 'x' ({lane}, operation {index})", ranks)
+
+
+def judge(statuses: dict[int, Status | None], silent: dict[int, float] | None = None, issued: int = 4) -> Verdict:
+    """Rank 0 waits for operation 3 of `params` of all."""
+    ranks = [0, *statuses]
+    views = {r: PeerView(r, s, (silent or {}).get(r, 0.0)) for r, s in statuses.items()}
+    views[0] = PeerView(0, BASE, 0.0)
+    mine = {"params": issued, "control": 0}
+    return Diagnosis(0, wait("params", 3, ranks), mine, views.__getitem__, "here", 5.0).verdict()
+
+
+def test_busy_in_user_code_is_slow() -> None:
+    verdict = judge({1: BASE})
+    assert verdict.cause == "slow" and verdict.ranks == (1,) and "train.py:1" in verdict.text
+
+
+def test_all_take_part() -> None:
+    assert judge({1: replace(BASE, issued={"params": 4})}).cause == "progress"
+
+
+@pytest.mark.parametrize(
+    ("status", "silent", "says"),
+    [
+        (replace(BASE, state="failed", error="KeyError: 'x'"), 0.0, "failed: KeyError"),
+        (replace(BASE, state="exited"), 0.0, "has exited"),
+        (BASE, 6.0, "silent since 6 s"),
+        (None, 6.0, "rank 1 is silent"),
+        (replace(BASE, poisoned={"params": "broken pipe"}), 0.0, "left 'params' after an error: broken pipe"),
+    ],
+)
+def test_dead(status: Status | None, silent: float, says: str) -> None:
+    verdict = judge({1: status}, {1: silent})
+    assert verdict.cause == "dead" and verdict.ranks == (1,) and says in verdict.text
+
+
+def test_the_first_cause_is_named_and_not_those_who_report_it() -> None:
+    report = replace(BASE, state="failed", error="RankError: rank 2 ...", secondary=True)
+    assert judge({1: report, 2: replace(BASE, state="failed", error="OOM")}).ranks == (2,)
+    assert judge({1: report, 2: BASE}).ranks == (1,)
+
+
+def test_circle() -> None:
+    other = replace(BASE, wait=wait("control", 0, [0, 1]))
+    verdict = judge({1: other})
+    assert verdict.cause == "divergence" and verdict.ranks == (1,)
+    assert not verdict.confirms(None)
+    assert not verdict.confirms(verdict), "the same heartbeat is no confirmation"
+    later = judge({1: replace(other, beat=6)})
+    assert later.confirms(verdict)
+    assert not judge({1: replace(other, beat=7, wait=wait("control", 1, [0, 1]))}).confirms(verdict)
+
+
+def test_longer_circle_names_everyone_on_it() -> None:
+    b = replace(BASE, issued={"params": 3, "ab": 1}, wait=wait("ab", 0, [1, 2]))
+    c = replace(BASE, issued={"params": 3}, wait=wait("control", 0, [0, 2]))
+    verdict = judge({1: b, 2: replace(c, issued={"params": 4})})
+    assert verdict.cause == "divergence" and verdict.ranks == (1, 2)
+
+
+def test_chain_that_ends_in_user_code_is_slow() -> None:
+    b = replace(BASE, issued={"params": 3, "ab": 1}, wait=wait("ab", 0, [1, 2]))
+    verdict = judge({1: b, 2: replace(BASE, issued={"params": 4})})
+    assert verdict.cause == "slow" and verdict.ranks == (2,)
+
+
+def test_call_of_torch() -> None:
+    world = replace(BASE, call="barrier")
+    assert judge({1: world}).cause == "divergence"
+    without_us = replace(BASE, call="barrier", call_ranks=[1, 2])
+    assert judge({1: without_us, 2: replace(BASE, issued={"params": 4})}).cause == "slow"
+    with_us = replace(BASE, call="all_reduce", call_ranks=[0, 1])
+    verdict = judge({1: with_us})
+    assert verdict.cause == "divergence" and "torch.distributed.all_reduce" in verdict.text
+
+
+def test_status_survives_the_wire() -> None:
+    status = replace(BASE, wait=wait("params", 3, list(range(0, 4096, 4))), call="send", call_ranks=[1, 5])
+    assert Status.unpack(status.pack()) == status
+    assert len(status.pack()) < 800
+    for ranks in ([3], [0, 1], [5, 3, 1, -1], [0, 1, 2, 4], list(range(7)), []):
+        assert unpack_ranks(pack_ranks(ranks)) == ranks

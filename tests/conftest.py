@@ -1,0 +1,27 @@
+"""Which tests may run beside each other, and what they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = Path(__file__).parent / "launcher"
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """True for tests that start ranks: their module uses `run_ranks`, lies in launcher/, or says so with the marker."""
+    module = getattr(item, "module", None)
+    return hasattr(module, "run_ranks") or LAUNCHER in item.path.parents or item.get_closest_marker("ranks") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests that start ranks into one group, which pytest-xdist gives to one worker: on a small machine the ranks
+    of two tests at once would wait for each other and run into their bounds. They come first, being the longest."""
+    ranks = [item for item in items if starts_processes(item)]
+    for item in ranks:
+        item.add_marker("ranks")
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+    others = [item for item in items if item not in set(ranks)]
+    items[:] = ranks + others
