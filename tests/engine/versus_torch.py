@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroengine
+from tests.ranks import run_ranks
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.device import local_device
+from zeroengine.logging import logger
 from zeroengine.mesh import Mesh, build_mesh
 
 STAGES = (0, 1, 2, 3)
@@ -147,7 +149,8 @@ def difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[floa
 
 def one_mesh() -> Mesh:
     """A mesh that all engines of a job share."""
-    init_distributed()
+    init_distributed(verbose=False)
+    logger.setLevel("WARNING")
     device = local_device()
     return build_mesh(Fabric(device, timeout=30.0, stall_timeout=30.0))
 
@@ -179,3 +182,9 @@ def run_cases(rank: int, ranks: int, cases: Iterable[Case]) -> list[str]:
                 if not worst <= case.tolerance:
                     faults.append(f"{label}: weights differ by {worst:.2e} in {who}")
     return faults
+
+
+def check(job: Callable[[int, int], list[str]], ranks: int = 2, timeout: float = 200.0) -> None:
+    """Runs `job` on several ranks; each returns the faults it found."""
+    faults = [f"rank {r}: {line}" for r, found in enumerate(run_ranks(job, ranks, timeout=timeout)) for line in found]
+    assert not faults, "\n" + "\n".join(faults)
