@@ -84,7 +84,7 @@ def make_state(optimizer: ZeroOptimizer) -> None:
     inner = optimizer.optimizer
     if inner.state:
         return
-    kept = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
+    kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
     try:
         for group in inner.param_groups:
             for key in ("lr", "weight_decay"):

@@ -137,7 +137,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, allow_untes
     if known is False:
         raise ConfigError(
             f"optimizer {name} looks at whole matrices or needs a closure, and ZeRO stages 1 to 3 give each rank a "
-            "flat piece of every parameter; use zero_optimization.stage 0 with it, or an element-wise optimizer (Adam, AdamW, SGD, ...)"
+            "flat piece of every parameter; use zero_optimization.stage 0 with it, or an element-wise "
+            "optimizer (Adam, AdamW, SGD, ...)"
         )
     raise ConfigError(
         f"optimizer {name} is not known to update each element by itself, and ZeRO stages 1 to 3 give it flat pieces of the "

@@ -11,6 +11,7 @@ memory and never a plausible value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,12 +25,9 @@ _T = torch.Tensor
 class ValueSource(Protocol):
     """Who can bring the values of a released parameter (the sharder that owns its bucket)."""
 
-    def access(self, param: ReleasedParameter, function: str) -> None:
-        """Gathers the bucket of `param`, or raises `ReleasedParameterError`."""
-        ...
-
-    def saving(self) -> Any:
-        """Context in which tensors that autograd saves are replaced by references into buckets."""
+    def using(self, param: ReleasedParameter, function: str) -> AbstractContextManager[None]:
+        """Context of one operation that reads `param`: its values are whole inside, and what autograd saves of them is a
+        reference into the bucket. Raises `ReleasedParameterError` where they may not be gathered."""
         ...
 
 
@@ -107,15 +105,10 @@ class ReleasedParameter(nn.Parameter):
                 return _contiguous_strides(args[0].shape)
             if func is _T.is_contiguous:
                 return True
-            source: ValueSource | None = None
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, ReleasedParameter):
-                    source = leaf._zero.source
-                    if source is not None:
-                        source.access(leaf, getattr(func, "__name__", str(func)))
-            if source is None:
-                return func(*args, **kwargs)
-            with source.saving():
+            with ExitStack() as uses:
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, ReleasedParameter) and leaf._zero.source is not None:
+                        uses.enter_context(leaf._zero.source.using(leaf, getattr(func, "__name__", str(func))))
                 return func(*args, **kwargs)
 
 
