@@ -7,7 +7,8 @@ import gc
 import io
 import pickle
 import weakref
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,18 @@ from torch.nn import functional as F
 
 import zeroengine
 from tests.engine.versus_torch import (
-    DEFAULT, STAGES, TINY, Case, Where, check, difference, fresh, one_mesh, run_cases, settings, whole_weights,
+    DEFAULT,
+    STAGES,
+    TINY,
+    Case,
+    Where,
+    check,
+    difference,
+    fresh,
+    one_mesh,
+    run_cases,
+    settings,
+    whole_weights,
 )  # fmt: skip
 
 pytestmark = pytest.mark.ranks

@@ -113,8 +113,10 @@ def optimizer_factory(name: str, params: Mapping[str, Any]) -> OptimizerFactory:
         kwargs[key] = tuple(value) if isinstance(value, list) else value
     if "lr" in accepted and "lr" not in kwargs and signature["lr"].default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer.params.lr is missing; {cls.__name__} has no default learning rate")
-    if "fused" in accepted:
-        kwargs["fused"] = True  # one pass over the memory
+    if "fused" in accepted and cls is not torch.optim.SGD:
+        # One pass over the memory. Not SGD's: it rounds an element differently by its place in memory, and the stages
+        # would no longer agree to the last bit.
+        kwargs["fused"] = True
 
     return ClassFactory(cls, kwargs)
 

@@ -19,6 +19,8 @@ from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
 
+_CUT_RANKS = 64
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -54,19 +56,20 @@ class FlatMaster:
             self.parts.setdefault(index, []).append(part)
 
     def _ranges(self, whole_shapes: bool) -> Iterator[tuple[int, int, int, int]]:
-        """(parameter, start, end, position in `flat`). Cut at the borders of *all* ranks' slices even where this rank
-        updates everything: vectorised loops may round their tails differently, and stages must agree to the last bit."""
+        """(parameter, start, end, position in `flat`). Where this rank updates everything, parameters are still cut at the
+        borders of the ranks' slices: torch's fused loops round the last few elements of a tensor differently, and the
+        stages must agree to the last bit. Not with so many ranks that the cuts would cost time."""
         layout, policy = self.bucket.layout, self.bucket.policy
         if policy.shard_state:
-            lo, hi = self.bucket.own.start, self.bucket.own.stop
-            cuts = [(lo, hi)]
-        elif whole_shapes:
-            lo, cuts = 0, [(0, layout.padded)]
+            cuts = [(self.bucket.own.start, self.bucket.own.stop)]
+        elif whole_shapes or layout.shards > _CUT_RANKS:
+            cuts = [(0, layout.padded)]
         else:
-            lo, cuts = 0, [layout.slice_of(r) for r in range(layout.shards)]
+            cuts = [layout.slice_of(r) for r in range(layout.shards)]
+        origin = cuts[0][0]
         for start, end in cuts:
             for s in layout.segments(start, end):
-                yield s.index, s.start, s.end, start - lo + s.at
+                yield s.index, s.start, s.end, start - origin + s.at
 
     def link(self, used: frozenset[str] | None) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters get None, as in torch."""

@@ -188,7 +188,10 @@ class Reducer:
         if most == least:
             return
         counts = self._control.exchange(torch.tensor([self._backwards]), "micro-batches of the step").flatten().tolist()
-        told = ", ".join(f"rank {r}: {int(n)}" for r, n in zip(self._control.ranks, counts, strict=True))
+        by_count: dict[int, list[int]] = {}
+        for r, n in zip(self._control.ranks, counts, strict=True):
+            by_count.setdefault(int(n), []).append(r)
+        told = ", ".join(f"{n} on rank{'s' * (len(r) > 1)} {_ranges(r)}" for n, r in sorted(by_count.items()))
         raise DivergenceError(
             f"rank {self._control.ranks[self._control.rank]}: the ranks ran different numbers of micro-batches (backward "
             f"calls) before this step ({told}); give every rank the same number, or end the epoch on all ranks together"
@@ -204,3 +207,14 @@ class Reducer:
         if order.numel():
             self._control.broadcast(order, 0, "order of gradient buckets").wait()
         self._order = [int(i) for i in order]
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for r in ranks:
+        if runs and runs[-1][1] == r - 1:
+            runs[-1][1] = r
+        else:
+            runs.append([r, r])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
