@@ -66,13 +66,15 @@ def test_ranks_that_ignore_sigterm_are_killed(launches: Launches) -> None:
     assert not job.alive()
 
 
-def test_a_rank_that_raises_and_then_hangs_ends_the_job(launches: Launches) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_raises_and_then_hangs_ends_the_job(launches: Launches, restarts: int) -> None:
     """A thread that is not a daemon keeps the interpreter alive after the exception."""
     then = "import threading; threading.Thread(target=time.sleep, args=(600,)).start(); raise ValueError('boom')"
-    job = launches.start("--nproc", "2", "--grace", "2", with_grandchild(launches, then))
+    script = with_grandchild(launches, then)
+    job = launches.start("--nproc", "2", "--grace", "2", "--max-restarts", str(restarts), script)
     launches.wait_for("ready-1")
-    assert job.finish(10) == 1
-    assert job.err.count("ValueError: boom") == 1 and "rank 1 failed first" in job.err
+    assert job.finish(10 * (1 + restarts)) == 1
+    assert job.err.count("ValueError: boom") == 1 + restarts and "rank 1 failed first" in job.err
     assert not job.alive()
 
 
