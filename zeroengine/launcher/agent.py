@@ -104,7 +104,15 @@ def launch(plan: Plan, run_dir: str, job: str) -> dict[str, Any]:
             "message": message + "the GPUs (CUDA_VISIBLE_DEVICES=) for CPU ranks",
         }
 
-    settings: dict[str, Any] = {"shutdown_timeout": math.ceil(plan.grace)}
+    # Without a port the agent's store takes a free one and keeps it: nobody can come in between. torch offers that with
+    # one kind of rendezvous, and a port that was chosen with the other.
+    meeting: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
+    if plan.master_port:
+        endpoint = f"127.0.0.1:{plan.master_port}"
+        meeting = {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "rdzv_configs": {"rank": 0}}
+    settings: dict[str, Any] = {
+        "shutdown_timeout": math.ceil(plan.grace)
+    }  # torch >= 2.10; else the watch's bound holds
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
@@ -112,13 +120,12 @@ def launch(plan: Plan, run_dir: str, job: str) -> dict[str, Any]:
         nproc_per_node=plan.nproc,
         run_id=job,
         role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"127.0.0.1:{plan.master_port}",
         local_addr="127.0.0.1",
         max_restarts=plan.max_restarts,
         monitor_interval=0.1,
         logs_specs=PipesToLauncher(),
         signals_to_handle=handled_signals(),
+        **meeting,
         **{name: value for name, value in settings.items() if name in known},
     )
     command, arguments = rank_command(plan)
@@ -140,10 +147,11 @@ def main(lifeline: int, events: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, leave)  # until torch installs handlers of its own with the first rank
+    channel = Channel(events)
+    channel.send({"event": "ready"})
     run_dir, job = os.environ["ZERORUN_DIR"], os.environ[processes.MARK]
     plan = Plan.from_json(Path(run_dir, "plan.json").read_text())
     os.environ.update(plan.env, ZERORUN_AGENT=str(os.getpid()))
-    channel = Channel(events)
     watch = RankWatch(run_dir, job, plan.grace, channel.send)
     Lifeline(lifeline, job, plan.grace, watch)
     try:

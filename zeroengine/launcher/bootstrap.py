@@ -28,6 +28,7 @@ from types import CodeType, ModuleType, TracebackType
 _PR_SET_PDEATHSIG = 1
 # A program without the engine's own errors: torch's words for "the peer's end of the connection is gone".
 _PEER_GONE = re.compile(r"(connection|socket) (was )?(closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
+_TIME_TO_EXPLAIN = 2.0  # seconds
 
 
 def tell(event: dict[str, object]) -> None:
@@ -139,10 +140,15 @@ def run(mode: str, target: str) -> int:
         error.__traceback__ = skip_own_frames(error.__traceback__)
         title = traceback.format_exception_only(type(error), error)[-1].strip()
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        kept = record("exception", title[:2000], 1, text, blames_a_peer(error))
+        peer = blames_a_peer(error)
+        kept = record("exception", title[:2000], 1, text, peer)
         # The launcher shows the traceback of the rank that failed first, once. A hook of the program's own is obeyed.
         if not kept or sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, error.__traceback__)
+        if peer and kept:
+            # The end of this process makes the agent end all others. The one to blame may still be on its way out, and
+            # would not get to say why; when it is gone this one is ended.
+            time.sleep(_TIME_TO_EXPLAIN)
         return 1
 
 

@@ -70,7 +70,7 @@ class Stream:
             self._show(line)
 
     def close(self) -> None:
-        self.flush()
+        """Closes the file; what is held back is not shown."""
         if self._log is not None:
             self._log.close()
 

@@ -54,10 +54,13 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would give it: 128 + the number of the signal."""
+        """As a shell would give it: 128 + the number of the signal. What the program meant comes before what became of
+        its process, which may have been killed because it did not end."""
+        if self.error is not None:
+            return self.error.code or 1
         if self.status is not None and self.status < 0:
             return 128 - self.status
-        return self.status or (self.error.code if self.error else 1) or 1
+        return self.status or 1
 
     def how(self) -> str:
         if self.error is not None and self.error.text == "" and self.error.kind == "exit":

@@ -29,29 +29,61 @@ def build_parser() -> Parser:
     parser = Parser(prog="zerorun", usage=USAGE, add_help=False, allow_abbrev=False)
     ranks = parser.add_argument_group("ranks")
     nproc = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus")
-    ranks.add_argument(*nproc, default="auto", metavar="N", help="ranks to start: a number; auto (default): one for "
-                       "each GPU, one where there is none; gpu: one for each GPU")  # fmt: skip
+    ranks.add_argument(
+        *nproc,
+        default="auto",
+        metavar="N",
+        help="ranks to start: a number; auto (default): one for "
+        "each GPU, one where there is none; gpu: one for each GPU",
+    )
     ranks.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
     ranks.add_argument("--no-python", "--no_python", action="store_true", help="the target is a program of any kind")
     ranks.add_argument(
         "--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: this one)"
     )
-    ranks.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]",
-                       help="sets a variable for the ranks; without a value: passes on one that is set here")  # fmt: skip
-    ranks.add_argument("--master-port", "--master_port", type=int, default=0, metavar="PORT",
-                       help="port where the ranks meet (default: a free one)")  # fmt: skip
+    ranks.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="sets a variable for the ranks; without a value, passes on one that is set",
+    )
+    ranks.add_argument(
+        "--master-port",
+        "--master_port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port where the ranks meet (default: a free one)",
+    )
     ends = parser.add_argument_group("ends")
-    ends.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="N",
-                      help="starts all ranks again up to N times after a failure (default: 0)")  # fmt: skip
-    ends.add_argument("--grace", type=float, default=5.0, metavar="SECONDS",
-                      help="between asking a rank to end (SIGTERM) and killing it (default: 5)")  # fmt: skip
+    ends.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="starts all ranks again up to N times after a failure (default: 0)",
+    )
+    ends.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="between asking a rank to end (SIGTERM) and killing it (default: 5)",
+    )
     output = parser.add_argument_group("output")
-    output.add_argument("--log-dir", "--log_dir", metavar="DIR",
-                        help="writes rankN.out and rankN.err there in place of the console")  # fmt: skip
+    output.add_argument(
+        "--log-dir", "--log_dir", metavar="DIR", help="writes rankN.out and rankN.err there in place of the console"
+    )
     output.add_argument("--tee", action="store_true", help="with --log-dir: to the console as well")
     output.add_argument("--show", metavar="RANKS", help="only these ranks on the console, as in 0 or 0,2-3")
-    output.add_argument("--ranks-prefix", action=argparse.BooleanOptionalAction, default=None,
-                        help="starts each line with [rankN] (default: with more than one rank)")  # fmt: skip
+    output.add_argument(
+        "--ranks-prefix",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="starts each line with [rankN] (default: with more than one rank)",
+    )
     output.add_argument("--verbose", action="store_true", help="the elastic agent's own messages too")
     return parser
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import processes
 from zeroengine.launcher.console import Screen, Stream, screens
 from zeroengine.launcher.failures import Attempt, RankEnd, aftermath, report, signal_name
@@ -93,11 +94,15 @@ class Outputs:
         if rank in self._errors:
             self._errors[rank].log(text.encode(errors="backslashreplace") + b"\n")
 
-    def close(self) -> None:
-        """Shows all that is left."""
+    def drain(self) -> None:
+        """Shows all that is left, when no rank is."""
         for fd, stream in self._streams.items():
             while self.read(fd):
                 continue
+            stream.flush()
+
+    def close(self) -> None:
+        for fd, stream in self._streams.items():
             stream.close()
             os.close(fd)
 
@@ -110,6 +115,7 @@ class Signals:
         self.first_time = 0.0
         self.kill_now = False
         self.agent: int | None = None  # its process id, once there is one
+        self.ready = False  # the agent handles signals; before, it would end with a traceback
         self.wakeup, self._write = os.pipe()
         os.set_blocking(self.wakeup, False)
         os.set_blocking(self._write, False)
@@ -134,9 +140,17 @@ class Signals:
         if self.first is None:
             self.first, self.first_time = number, time.monotonic()
             if self.agent is not None:
-                processes.send([self.agent], signal.Signals(number))
+                processes.send([self.agent], signal.Signals(number if self.ready else signal.SIGTERM))
         elif time.monotonic() - self.first_time > _SAME_SIGNAL:
             self.kill_now = True
+
+
+def run_folder() -> tempfile.TemporaryDirectory[str]:
+    """A private folder for the pipes between launcher, agent and ranks."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="zerorun-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ZeroEngineError(f"no folder for temporary files can be made: {error}; set TMPDIR to one") from None
 
 
 class Supervisor:
@@ -151,14 +165,12 @@ class Supervisor:
         self._failed_at: float | None = None  # when the last attempt that may be made failed
         self._result: dict[str, Any] | None = None
         self._events = b""
+        self._signals = Signals()
 
     def run(self) -> int:
         """Starts the ranks and returns the job's exit code when nothing of the job is left."""
         out, err = screens()
-        with (
-            tempfile.TemporaryDirectory(prefix="zerorun-", ignore_cleanup_errors=True) as run_dir,
-            Signals() as signals,
-        ):
+        with run_folder() as run_dir, self._signals as signals:
             outputs = Outputs(self._plan, run_dir, out, err, self._logs)
             Path(run_dir, "plan.json").write_text(self._plan.to_json())
             os.mkfifo(os.path.join(run_dir, "events"), 0o600)
@@ -175,10 +187,14 @@ class Supervisor:
                     agent_status = agent.wait()
                     os.close(lifeline)
                     os.close(events)
-                outputs.close()
+                if broken:
+                    return _BROKEN_PIPE
+                outputs.drain()
                 return self._conclude(outputs, signals, agent_status)
-            except BrokenPipeError:  # whoever read our output is gone
-                return _BROKEN_PIPE if broken else self._code(signals, 1)
+            except BrokenPipeError:  # whoever read our output is gone, and with it the end of what there was to say
+                return _BROKEN_PIPE
+            finally:
+                outputs.close()
 
     def _start_agent(self, run_dir: str, signals: Signals) -> tuple[subprocess.Popen[bytes], int, int]:
         events, events_of_agent = os.pipe()
@@ -233,6 +249,9 @@ class Supervisor:
         *lines, self._events = (self._events + data).split(b"\n")
         for line in lines:
             event = json.loads(line)
+            if event["event"] == "ready":
+                self._signals.ready = True
+                continue
             if event["event"] == "result":
                 self._result = event
                 continue
@@ -243,6 +262,8 @@ class Supervisor:
         return bool(data)
 
     def _notice(self, attempt: Attempt) -> None:
+        if self._signals.first is not None:  # an end that was asked for, however it looks
+            return
         if attempt.number >= self._plan.max_restarts and self._failed_at is None:
             self._failed_at = time.monotonic()
         # While only ranks that blame another have failed, the cause is still to come: it is judged at the end.
@@ -281,6 +302,7 @@ class Supervisor:
         self._complete()
         result = self._result or {"status": "lost"}
         if signals.first is not None and self._failed_at is None:
+            self._tell_late_failure(outputs, signals.first)
             return self._code(signals, 0)
         if result["status"] == "usage":
             self._say(f"error: {result['message']}")
@@ -308,6 +330,17 @@ class Supervisor:
             f"error: the ranks could not be run on {socket.gethostname()}: {result.get('message', result['status'])}"
         )
         return 1
+
+    def _tell_late_failure(self, outputs: Outputs, number: int) -> None:
+        """A rank that raised while it was ended: a checkpoint that could not be written on SIGTERM, for instance."""
+        ends = [end for attempt in self._attempts.values() for end in attempt.ends.values()]
+        late = [end for end in ends if end.error is not None and end.error.kind == "exception" and not end.error.peer]
+        for end in sorted(late, key=lambda end: end.time)[:1]:
+            if end.error is not None:
+                outputs.log_error(end.rank, end.error.text)
+                self._say(
+                    f"rank {end.rank} failed while {signal_name(number)} ended the job:\n{end.error.text.rstrip()}"
+                )
 
     @staticmethod
     def _code(signals: Signals, otherwise: int) -> int:
