@@ -41,7 +41,7 @@ class Mechanism:
 
     def remove(self) -> None:
         """Gives the model back its parameters. Collective."""
-        self.reducer.clear()
+        self.reducer.forget()
         self.reducer.remove()
         self.sharder.remove()
         self.pool.clear()
