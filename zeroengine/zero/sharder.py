@@ -270,6 +270,7 @@ class Sharder:
     def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
+                self._backward_running = False
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
             frame = _Frame(module, [], [], contextlib.ExitStack())
             self._frames.append(frame)
