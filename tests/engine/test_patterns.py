@@ -181,6 +181,54 @@ class OwnWeightInCheckpoint(nn.Module):
         return checkpoint(region, x, use_reentrant=self.reentrant)
 
 
+class Multiplies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w * w.sum() + self.bias).tanh()
+
+
+class HandsView(nn.Module):
+    """Hands a view of one module's weight to others, in a region that is recomputed."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.reentrant = nn.Linear(D, D), reentrant
+        self.others = nn.ModuleList([Multiplies() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        def region(h: Tensor) -> Tensor:
+            w = self.a.weight.t()
+            for other in self.others:
+                h = other(h, w)
+            return h @ w
+
+        return checkpoint(region, self.a(x), use_reentrant=self.reentrant)
+
+
+class FallsBack(nn.Module):
+    """Catches an error of a child and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def refuse(module: nn.Module, args: Any) -> None:
+            raise LookupError("before the engine's own hook")
+
+        handle = self.b.register_forward_pre_hook(refuse, prepend=True)
+        try:
+            x = self.b(self.a(x))
+        except LookupError:
+            x = F.linear(x, self.b.weight.t(), self.a.bias)
+        finally:
+            handle.remove()
+        return self.b(x)
+
+
 def _leaf_input(model: nn.Module, where: Where) -> Tensor:
     return model(where.data(5, D).requires_grad_()).square().mean()
 
@@ -250,6 +298,8 @@ OUTSIDE = [
            lambda r=r: Blocks([OwnWeightInCheckpoint(r) for _ in range(2)]), _leaf_input) for r in (False, True)),
     *(Case(f"custom function, own={inside}", lambda inside=inside: Custom(inside), _square, steps=3)
       for inside in (True, False)),
+    *(Case(f"hands a view, reentrant={r}", lambda r=r: HandsView(r), _leaf_input) for r in (False, True)),
+    Case("falls back", FallsBack, _square),
     Case("lists and odd shapes", Lists, _square, accumulation=2),
 ]  # fmt: skip
 
