@@ -413,6 +413,18 @@ class InPlace(nn.Module):
         return self.c(h).mul_(2.0)
 
 
+class Complex(nn.Module):
+    """Complex weights, used as conjugate and adjoint views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(D, D, dtype=torch.complex64) / D) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.a.conj() @ self.b.mH).abs() * self.gain
+
+
 def _penalty(model: nn.Module, where: Where) -> Tensor:
     x = where.data(5, D).requires_grad_()
     out = model(x).square().mean()
@@ -435,6 +447,7 @@ LAYERS = [
     Case("orthogonal", lambda: nn.utils.parametrizations.orthogonal(nn.Linear(D, D)), _square, tolerance=5e-6),
     Case("spectral norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)).eval(), _square),
     Case("in place", InPlace, _square),
+    Case("complex", Complex, _square),
     Case("gradient penalty", MLP, _penalty),
 ]
 
