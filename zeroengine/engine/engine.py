@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import report
+from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.state import WeightMethods
@@ -23,7 +25,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(WeightMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:

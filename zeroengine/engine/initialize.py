@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Adds `--deepspeed` and `--deepspeed_config` (and `--config` under our own name) to a script's parser."""
     group = parser.add_argument_group("zeroengine", "training engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility; the engine is always used")
-    group.add_argument("--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration")
+    group.add_argument(
+        "--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration"
+    )
     return parser
 
 
@@ -149,7 +152,8 @@ def _check_places(settings: Config, device: torch.device) -> None:
             log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
             continue
         raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; remove the section"
+            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
+            "remove the section"
         )
 
 
@@ -177,5 +181,3 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
-
-

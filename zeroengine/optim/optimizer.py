@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from zeroengine.logging import log_rank0
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.update import FlatMaster
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
@@ -63,6 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard_ranks = shard_ranks
         self._max_skips = max_skips
         self._skipped_in_a_row = 0
+        sharder.on_edit = self._follow_edit
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
 
@@ -114,7 +117,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """One update. Collective. `closure` is refused: gradients come from `engine.backward` or `loss.backward()`."""
         if closure is not None:
-            raise ValueError("ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step")
+            raise ValueError(
+                "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
+            )
         used = self.reducer.finish().used
         self._sharder.end_backward()
         gradients = self.reducer.gradients
@@ -160,6 +165,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "look at the data of these batches, or train in bf16 or fp32"
             )
 
+    def _follow_edit(self, bucket: Bucket) -> None:
+        for master in self.masters:
+            if master.bucket is bucket:
+                master.refresh()
+
     def refresh_masters(self) -> None:
         """Makes fp32 masters follow the values (weights were loaded or edited without optimizer state)."""
         for master in self.masters:
@@ -174,7 +184,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bytes of masters that are separate from the values, and of optimizer state (its step counters aside)."""
         masters = sum(m.flat.nbytes for m in self.masters if m.separate)
         state = sum(
-            v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()
+            v.nbytes
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor) and v.dim()
         )
         return masters + state
-

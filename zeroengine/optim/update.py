@@ -6,8 +6,9 @@ its arithmetic, its treatment of parameters without gradient and its per-paramet
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +94,11 @@ class FlatMaster:
             self.bucket.version += 1
 
     def refresh(self) -> None:
-        """Makes the master follow the values (after a load of weights only)."""
+        """Makes the master follow the values where they changed (weights were loaded or edited); elsewhere it keeps its
+        precision."""
         if self.separate:
-            self.flat.copy_(self._values)
+            changed = self.flat.to(self._values.dtype) != self._values
+            self.flat.copy_(torch.where(changed, self._values.to(self.flat.dtype), self.flat))
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """Every part as a `Piece` of its parameter's master values."""
@@ -133,8 +136,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, allow_untes
         return
     if known is False:
         raise ConfigError(
-            f"optimizer {name} looks at whole matrices or needs a closure, and ZeRO stages 1 to 3 give each rank a flat "
-            "piece of every parameter; use zero_optimization.stage 0 with it, or an element-wise optimizer (Adam, AdamW, SGD, ...)"
+            f"optimizer {name} looks at whole matrices or needs a closure, and ZeRO stages 1 to 3 give each rank a "
+            "flat piece of every parameter; use zero_optimization.stage 0 with it, or an element-wise "
+            "optimizer (Adam, AdamW, SGD, ...)"
         )
     raise ConfigError(
         f"optimizer {name} is not known to update each element by itself, and ZeRO stages 1 to 3 give it flat pieces of the "
@@ -142,9 +146,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, allow_untes
     )
 
 
-def shard_groups(
-    groups: list[dict[str, Any]], masters: dict[int, FlatMaster]
-) -> list[list[nn.Parameter]]:
+def shard_groups(groups: list[dict[str, Any]], masters: dict[int, FlatMaster]) -> list[list[nn.Parameter]]:
     """For each parameter group of the user, the parts of its parameters on this rank. `masters` by bucket index."""
     taken: dict[int, int] = {}
     result = []
@@ -160,7 +162,9 @@ def shard_groups(
                     "to zeroengine.initialize; build the groups from that model's parameters"
                 )
             if id(p) in taken:
-                raise ConfigError(f"parameter '{slot.name}' is in parameter groups {taken[id(p)]} and {g}; put it in one")
+                raise ConfigError(
+                    f"parameter '{slot.name}' is in parameter groups {taken[id(p)]} and {g}; put it in one"
+                )
             taken[id(p)] = g
             master = masters.get(slot.bucket.index)
             if master is not None:

@@ -50,7 +50,7 @@ class Bucket:
         self.residency = Residency.RELEASED
         self.pins = 0
         self.version = 0
-        self._comm = comm
+        self.comm = comm
         self._pool = pool
         self._work: Work | None = None
         names = [spec.name for spec in layout.specs]
@@ -61,7 +61,7 @@ class Bucket:
     @property
     def own(self) -> slice:
         """This rank's slice of the flat buffer."""
-        return slice(*self.layout.slice_of(self._comm.rank))
+        return slice(*self.layout.slice_of(self.comm.rank))
 
     def adopt(self, full: Tensor) -> None:
         """Takes the initial values: `full` is flat, padded, equal on all ranks, and becomes the bucket's own."""
@@ -76,14 +76,14 @@ class Bucket:
         """Issues the all-gather if the values are released."""
         if self.residency is Residency.RELEASED:
             self.full = self._pool.take(self.layout.padded, self.dtype, self.device)
-            self._work = self._comm.all_gather(self.full, self.shard, self.subject)
+            self._work = self.comm.all_gather(self.full, self.shard, self.subject)
             self.residency = Residency.GATHERING
 
     def publish(self) -> None:
         """The slices changed: issues the all-gather of values that are kept whole; a sharded bucket only counts the change."""
         self.version += 1
         if self.full is not None and not self.policy.shard_params:
-            self._work = self._comm.all_gather(self.full, self.shard, self.subject)
+            self._work = self.comm.all_gather(self.full, self.shard, self.subject)
 
     def wait(self) -> None:
         """Completes what was issued; afterwards parameters of a gathered bucket have their values."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -173,4 +173,3 @@ def _from_rank0(flat: Tensor, groups: Groups, subject: str) -> None:
     """Two steps reach every rank: along the replicas of the first shard group's ranks, then inside each shard group."""
     groups.replicas.broadcast(flat, 0, subject).wait()
     groups.grads.broadcast(flat, 0, subject).wait()
-

@@ -8,8 +8,9 @@ is left at the end of a backward is launched by `flush`, with zeros for what did
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,11 @@ class Reducer:
         self._launched.pop(0).wait()
 
     # --- at the end of a micro-batch and of a step ------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> bool:
+        """Micro-batches have run since the last step."""
+        return self._dirty or self._backwards > 0
 
     def mark_backward(self) -> None:
         """A backward belongs to the running micro-batch, even if it reaches no parameter."""

@@ -8,8 +8,9 @@ by gathering the bucket again. What may be released is decided at the next use o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class _Pack:
         bucket = self.sharder.bucket_of(t)
         if bucket is None or t.dtype is not bucket.dtype or t.is_conj() or t.is_neg():
             return self.other(t)
-        return SavedSlice(bucket, t.storage_offset(), t.shape, t.stride(), bucket.version)
+        return SavedSlice(bucket, int(t.storage_offset()), t.shape, t.stride(), bucket.version)
 
 
 def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -106,6 +107,7 @@ class Sharder:
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._backward_running = False
+        self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
         for bucket in buckets:
             for p in bucket.params:
                 slot = slot_of(p)
@@ -114,7 +116,7 @@ class Sharder:
         if any(b.policy.shard_params for b in buckets):
             self._install()
 
-    # --- uses -----------------------------------------------------------------------------------------------------
+    # --- uses ---------------------------------------------------------------------------------------------------
 
     def use(self, bucket: Bucket) -> None:
         """Makes the values of `bucket` whole now; releases and fetches others as the window says."""
@@ -132,6 +134,14 @@ class Sharder:
             self.buckets[i].gather()
         bucket.wait()
         self._remember(bucket)
+
+    def edited(self, bucket: Bucket) -> None:
+        """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
+        if bucket.full is not None and bucket.policy.shard_params:
+            bucket.shard.copy_(bucket.full[bucket.own])
+        bucket.version += 1
+        if self.on_edit is not None:
+            self.on_edit(bucket)
 
     def release_all(self) -> None:
         """Releases everything that nobody has pinned."""
@@ -182,7 +192,7 @@ class Sharder:
             return "backward"
         return "train" if torch.is_grad_enabled() else "eval"
 
-    # --- ValueSource (residency.py), and what autograd saves -------------------------------------------------------------------------------
+    # --- ValueSource (residency.py), and what autograd saves ----------------------------------------------------
 
     @contextlib.contextmanager
     def using(self, param: ReleasedParameter, function: str) -> Iterator[None]:
@@ -252,7 +262,7 @@ class Sharder:
             raise ReleasedParameterError(f"bucket {bucket.subject} belongs to an engine that was destroyed")
         return torch.as_strided(bucket.full, saved.shape, saved.stride, saved.offset)
 
-    # --- hooks ----------------------------------------------------------------------------------------------------
+    # --- hooks --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
         for module in self.module.modules():

@@ -1,0 +1,166 @@
+"""torch's file reader and writer, with checksums while writing and without arbitrary unpickling while reading.
+
+The files are those of `FileSystemWriter`: the stock `FileSystemReader` reads them, and `dcp.load` needs nothing from
+here.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+
+from zeroengine.errors import CheckpointError
+
+METADATA = ".metadata"
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+FileSum = tuple[int, int]
+"""(bytes, CRC-32) of a file."""
+
+
+class SummingWriter(FileSystemWriter):
+    """Writes into `folder` and knows afterwards what it wrote on this rank: `sums` by file name."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=True)
+        self.fs = _SummingFileSystem()
+
+    @property
+    def sums(self) -> dict[str, FileSum]:
+        return cast(_SummingFileSystem, self.fs).sums
+
+
+class _SummingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            summed = _SummedStream(cast(IO[bytes], stream))
+            yield cast(io.IOBase, summed)
+        self.sums[Path(path).name] = (summed.size, summed.crc)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _SummedStream:
+    """The part of a binary file that torch's writer uses: it only appends, so the sums can be kept as bytes go by."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.size, self.crc = stream, 0, 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += memoryview(data).nbytes
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class SafeReader(FileSystemReader):
+    """Reads the index of a checkpoint (a pickle) by the few classes it is made of, and once per object."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            path = Path(self.path) / METADATA
+            try:
+                with path.open("rb") as file:
+                    self._index = cast(Metadata, _IndexUnpickler(file).load())
+                self._index.state_dict_metadata.items()
+            except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as exc:
+                raise CheckpointError(f"the index {path} is damaged or not of a checkpoint: {exc}") from exc
+        return self._index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Refuses every name that is not one of the plain data classes and types of torch's checkpoint index."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = {
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("pathlib", "PureWindowsPath"),
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "WindowsPath"),
+        ("collections", "OrderedDict"),
+    }
+    _CLASSES = {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module in self._MODULES and name in self._CLASSES) or (module, name) in self._NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index of a checkpoint holds")
+
+
+def sum_of(path: Path) -> FileSum:
+    """Size and CRC-32 of a file as it is on disk."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return size, crc
+
+
+def write_file(path: Path, data: bytes) -> FileSum:
+    """Writes a whole file durably (its folder must still be synced, see `sync_folder`) and returns its sums."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(data), zlib.crc32(data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable; a file system that cannot sync folders orders them itself."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(handle)
+    except OSError as exc:
+        if exc.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(handle)
