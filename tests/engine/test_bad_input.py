@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,25 +48,64 @@ ATTEMPTS: dict[str, tuple[type[Exception], str, Attempt]] = {
     "no parameters": (ModelError, "no parameters", lambda r, i: i(nn.Tanh(), _config())),
     "no parameters, evaluation": (ModelError, "no parameters", lambda r, i: i(nn.Tanh(), _config(optimizer=None))),
     "all frozen": (ModelError, "frozen", lambda r, i: i(_linear().requires_grad_(False), _config())),
-    "meta": (ModelError, "'0.weight' is on the meta device", lambda r, i: i(nn.Sequential(nn.Linear(D, D, device="meta")), _config())),
+    "meta": (
+        ModelError, "'0.weight' is on the meta device",
+        lambda r, i: i(nn.Sequential(nn.Linear(D, D, device="meta")), _config()),
+    ),
     "not a module": (ModelError, "nn.Module, not function", lambda r, i: i(lambda x: x, _config())),
     "no module": (ModelError, "nn.Module, not NoneType", lambda r, i: i(None, _config())),
     "another shape": (DivergenceError, "0.weight", lambda r, i: i(nn.Sequential(nn.Linear(D, D + r)), _config())),
-    "another count": (DivergenceError, "another number", lambda r, i: i(nn.Sequential(*(nn.Linear(D, D) for _ in range(r + 1))), _config())),
-    "another name": (DivergenceError, "parameter 0", lambda r, i: i(nn.ModuleDict({f"part{r}": nn.Linear(D, D)}), _config())),
-    "frozen on one rank": (DivergenceError, "requires_grad", lambda r, i: i(nn.Sequential(nn.Linear(D, D).requires_grad_(r == 0), nn.Linear(D, D)), _config())),
+    "another count": (
+        DivergenceError, "another number",
+        lambda r, i: i(nn.Sequential(*(nn.Linear(D, D) for _ in range(r + 1))), _config()),
+    ),
+    "another name": (
+        DivergenceError, "parameter 0",
+        lambda r, i: i(nn.ModuleDict({f"part{r}": nn.Linear(D, D)}), _config()),
+    ),
+    "frozen on one rank": (
+        DivergenceError, "requires_grad",
+        lambda r, i: i(nn.Sequential(nn.Linear(D, D).requires_grad_(r == 0), nn.Linear(D, D)), _config()),
+    ),
     "batch": (ConfigError, "train_batch_size", lambda r, i: i(_linear(), _config(train_batch_size=3))),
     "no config": (ConfigError, "no configuration", lambda r, i: i(_linear(), None)),
     "no file": (ConfigError, "/nowhere/at/all.json", lambda r, i: i(_linear(), "/nowhere/at/all.json")),
-    "unknown key": (ConfigError, "zero_optimization.stag", lambda r, i: i(_linear(), _config(zero_optimization={"stag": 3}))),
-    "stage 4": (ConfigError, "zero_optimization.stage", lambda r, i: i(_linear(), _config(zero_optimization={"stage": 4}))),
-    "both": (ConfigError, "fp16.*bf16|bf16.*fp16", lambda r, i: i(_linear(), _config(fp16={"enabled": True}, bf16={"enabled": True}))),
-    "unknown optimizer": (ConfigError, "AdamX.*did you mean", lambda r, i: i(_linear(), _config(optimizer={"type": "AdamX", "params": {}}))),
-    "bad parameter": (ConfigError, "optimizer.params.bettas.*betas", lambda r, i: i(_linear(), _config(optimizer={"type": "AdamW", "params": {"bettas": [0, 1]}}))),
-    "bad value": (ConfigError, "betas|beta", lambda r, i: i(_linear(), _config(optimizer={"type": "AdamW", "params": {"betas": [0.9, 7.0]}}))),
-    "stranger": (ConfigError, "not a parameter of the model", lambda r, i: i(_linear(), _config(optimizer=None), optimizer=_stranger())),
-    "not a parameter": (ConfigError, "holds a str", lambda r, i: i(_linear(), _config(), model_parameters=[{"params": ["weight"]}])),
-    "whole matrices": (ConfigError, "whole matrices|closure", lambda r, i: i(_linear(), _config(), optimizer=lambda groups: torch.optim.LBFGS(groups[0]["params"]))),
+    "unknown key": (
+        ConfigError, "zero_optimization.stag",
+        lambda r, i: i(_linear(), _config(zero_optimization={"stag": 3})),
+    ),
+    "stage 4": (
+        ConfigError, "zero_optimization.stage",
+        lambda r, i: i(_linear(), _config(zero_optimization={"stage": 4})),
+    ),
+    "both": (
+        ConfigError, "fp16.*bf16|bf16.*fp16",
+        lambda r, i: i(_linear(), _config(fp16={"enabled": True}, bf16={"enabled": True})),
+    ),
+    "unknown optimizer": (
+        ConfigError, "AdamX.*did you mean",
+        lambda r, i: i(_linear(), _config(optimizer={"type": "AdamX", "params": {}})),
+    ),
+    "bad parameter": (
+        ConfigError, "optimizer.params.bettas.*betas",
+        lambda r, i: i(_linear(), _config(optimizer={"type": "AdamW", "params": {"bettas": [0, 1]}})),
+    ),
+    "bad value": (
+        ConfigError, "betas|beta",
+        lambda r, i: i(_linear(), _config(optimizer={"type": "AdamW", "params": {"betas": [0.9, 7.0]}})),
+    ),
+    "stranger": (
+        ConfigError, "not a parameter of the model",
+        lambda r, i: i(_linear(), _config(optimizer=None), optimizer=_stranger()),
+    ),
+    "not a parameter": (
+        ConfigError, "holds a str",
+        lambda r, i: i(_linear(), _config(), model_parameters=[{"params": ["weight"]}]),
+    ),
+    "whole matrices": (
+        ConfigError, "whole matrices|closure",
+        lambda r, i: i(_linear(), _config(), optimizer=lambda groups: torch.optim.LBFGS(groups[0]["params"])),
+    ),
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def _square(model: nn.Module, where: Where) -> Tensor:
     return model(where.data(5, D)).square().mean()
 
 
-# --- reuse, tying, freezing, unused parameters --------------------------------------------------------------------------
+# --- reuse, tying, freezing, unused parameters -------------------------------------------------------------------------
 
 
 class Shared(nn.Module):
@@ -138,7 +138,7 @@ def test_reused_tied_frozen_and_unused_parameters() -> None:
     check(_use)
 
 
-# --- weights read outside their module ----------------------------------------------------------------------------------
+# --- weights read outside their module ---------------------------------------------------------------------------------
 
 
 class Outside(nn.Module):
@@ -312,7 +312,7 @@ def test_weights_read_outside_their_module() -> None:
     check(_outside)
 
 
-# --- outputs, layers of torch -------------------------------------------------------------------------------------------
+# --- outputs, layers of torch ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

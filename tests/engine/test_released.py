@@ -6,7 +6,8 @@ import copy
 import io
 import pickle
 import weakref
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch

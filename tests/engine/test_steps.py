@@ -7,7 +7,8 @@ import gc
 import io
 import pickle
 import weakref
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,18 @@ from torch.nn import functional as F
 
 import zeroengine
 from tests.engine.versus_torch import (
-    DEFAULT, STAGES, TINY, Case, Where, check, difference, fresh, one_mesh, run_cases, settings, whole_weights,
+    DEFAULT,
+    STAGES,
+    TINY,
+    Case,
+    Where,
+    check,
+    difference,
+    fresh,
+    one_mesh,
+    run_cases,
+    settings,
+    whole_weights,
 )  # fmt: skip
 from zeroengine.errors import ConfigError
 
@@ -135,7 +147,7 @@ def test_loops_on_three_ranks() -> None:
     check(_loops, 3)
 
 
-# --- a plain loop, hand-made accumulation, exceptions -------------------------------------------------------------------
+# --- a plain loop, hand-made accumulation, exceptions ------------------------------------------------------------------
 
 
 def plain(model: nn.Module, batches: list[list[list[Tensor]]], lr: float = 0.1) -> dict[str, Tensor]:
@@ -281,7 +293,7 @@ def test_gradients_can_be_forgotten_at_any_time() -> None:
     check(_unused_then_forgotten)
 
 
-# --- several engines ----------------------------------------------------------------------------------------------------
+# --- several engines ---------------------------------------------------------------------------------------------------
 
 
 def _two_engines(rank: int, ranks: int) -> list[str]:
@@ -428,7 +440,7 @@ def test_a_stale_graph_is_refused() -> None:
     check(_stale)
 
 
-# --- copies of the module -----------------------------------------------------------------------------------------------
+# --- copies of the module ----------------------------------------------------------------------------------------------
 
 
 def _copies(rank: int, ranks: int) -> list[str]:

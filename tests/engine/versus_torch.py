@@ -7,8 +7,9 @@ on one copy of the model with plain torch and averages; the engine's ranks run t
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
