@@ -21,7 +21,7 @@ def _square(model: nn.Module, where: Where) -> Tensor:
     return model(where.data(5, D)).square().mean()
 
 
-# --- reuse, tying, freezing, unused parameters --------------------------------------------------------------------------
+# --- reuse, tying, freezing, unused parameters -------------------------------------------------------------------------
 
 
 class Shared(nn.Module):
@@ -138,7 +138,7 @@ def test_reused_tied_frozen_and_unused_parameters() -> None:
     check(_use)
 
 
-# --- weights read outside their module ----------------------------------------------------------------------------------
+# --- weights read outside their module ---------------------------------------------------------------------------------
 
 
 class Outside(nn.Module):
@@ -179,6 +179,54 @@ class OwnWeightInCheckpoint(nn.Module):
             return self.fc(F.linear(h, self.weight).tanh()) @ self.weight * self.gain
 
         return checkpoint(region, x, use_reentrant=self.reentrant)
+
+
+class Multiplies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w * w.sum() + self.bias).tanh()
+
+
+class HandsView(nn.Module):
+    """Hands a view of one module's weight to others, in a region that is recomputed."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.reentrant = nn.Linear(D, D), reentrant
+        self.others = nn.ModuleList([Multiplies() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        def region(h: Tensor) -> Tensor:
+            w = self.a.weight.t()
+            for other in self.others:
+                h = other(h, w)
+            return h @ w
+
+        return checkpoint(region, self.a(x), use_reentrant=self.reentrant)
+
+
+class FallsBack(nn.Module):
+    """Catches an error of a child and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def refuse(module: nn.Module, args: Any) -> None:
+            raise LookupError("before the engine's own hook")
+
+        handle = self.b.register_forward_pre_hook(refuse, prepend=True)
+        try:
+            x = self.b(self.a(x))
+        except LookupError:
+            x = F.linear(x, self.b.weight.t(), self.a.bias)
+        finally:
+            handle.remove()
+        return self.b(x)
 
 
 def _leaf_input(model: nn.Module, where: Where) -> Tensor:
@@ -250,6 +298,8 @@ OUTSIDE = [
            lambda r=r: Blocks([OwnWeightInCheckpoint(r) for _ in range(2)]), _leaf_input) for r in (False, True)),
     *(Case(f"custom function, own={inside}", lambda inside=inside: Custom(inside), _square, steps=3)
       for inside in (True, False)),
+    *(Case(f"hands a view, reentrant={r}", lambda r=r: HandsView(r), _leaf_input) for r in (False, True)),
+    Case("falls back", FallsBack, _square),
     Case("lists and odd shapes", Lists, _square, accumulation=2),
 ]  # fmt: skip
 
@@ -262,7 +312,7 @@ def test_weights_read_outside_their_module() -> None:
     check(_outside)
 
 
-# --- outputs, layers of torch -------------------------------------------------------------------------------------------
+# --- outputs, layers of torch ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -363,6 +413,18 @@ class InPlace(nn.Module):
         return self.c(h).mul_(2.0)
 
 
+class Complex(nn.Module):
+    """Complex weights, used as conjugate and adjoint views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(D, D, dtype=torch.complex64) / D) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.a.conj() @ self.b.mH).abs() * self.gain
+
+
 def _penalty(model: nn.Module, where: Where) -> Tensor:
     x = where.data(5, D).requires_grad_()
     out = model(x).square().mean()
@@ -385,6 +447,7 @@ LAYERS = [
     Case("orthogonal", lambda: nn.utils.parametrizations.orthogonal(nn.Linear(D, D)), _square, tolerance=5e-6),
     Case("spectral norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(D, D)).eval(), _square),
     Case("in place", InPlace, _square),
+    Case("complex", Complex, _square),
     Case("gradient penalty", MLP, _penalty),
 ]
 

@@ -21,6 +21,7 @@ from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
@@ -64,7 +65,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self._syncs = True
         self._last_loss: Tensor | None = None
         self._destroyed = False
-        self._begin_hook = module.register_forward_pre_hook(self._begin, prepend=True)
+        self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
         self._prepare_backward()
 
     # --- forward, backward, step ----------------------------------------------------------------------------------
@@ -201,8 +202,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
             self._prepare_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step so far."""
-        self.mechanism.reducer.clear()
+        """Forgets the gradients of the step so far. Collective if there are any."""
+        self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
 
     # --- facts ----------------------------------------------------------------------------------------------------

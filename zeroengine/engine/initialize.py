@@ -24,7 +24,7 @@ from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
-from zeroengine.zero.build import Groups
+from zeroengine.zero.build import Groups, check_free
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -95,12 +95,17 @@ def _initialize(
         check_trainable(model, groups)
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
+    check_free(model)
     model.to(mesh.fabric.device)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None
     if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+        try:
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+        except Exception:
+            mechanism.remove()  # a model that is refused is left as it was, and can be given again
+            raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = None
     if training_data is not None:

@@ -131,6 +131,8 @@ class ClassFactory:
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         kwargs = dict(self._kwargs)
+        if any(p.is_complex() for group in groups for p in group["params"]):
+            kwargs.pop("fused", None)  # torch has none for complex numbers, and says so only in step
         try:
             return self._cls(groups, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -97,8 +97,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.scaler.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step so far."""
-        self.reducer.clear()
+        """Forgets the gradients of the step so far. Collective if there are any."""
+        self.reducer.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's parts. For a checkpoint that loads anywhere use `engine.save_checkpoint`."""

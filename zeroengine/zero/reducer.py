@@ -171,8 +171,15 @@ class Reducer:
         used = frozenset(n for n, flag in zip(names, facts[2 + len(self.gradients) :].tolist(), strict=True) if flag)
         return Contribution(used)
 
+    def forget(self) -> None:
+        """Drops the gradients of a step that is given up. Collective if a backward ran: one rank may have launched what
+        another still has to."""
+        if self._dirty:
+            self._flush()
+        self.clear()
+
     def clear(self) -> None:
-        """Forgets the step's gradients."""
+        """Begins a new step. Only when all ranks have launched the same."""
         for g in self.gradients:
             g.clear()
         self._launched.clear()

@@ -43,6 +43,13 @@ class Slot:
     stub: Tensor | None = field(default=None, repr=False)
     active: int = 0  # running modules that own the parameter
 
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _no_slot, ()  # a pickled parameter is nobody's
+
+
+def _no_slot() -> None:
+    return None
+
 
 def slot_of(param: Tensor) -> Slot | None:
     """The engine's record of `param`, None if no engine holds it."""

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroengine.errors import ReleasedParameterError
 from zeroengine.zero.bucket import Bucket, Residency
+from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
 from zeroengine.zero.window import GatherWindow
 
@@ -273,12 +274,13 @@ class Sharder:
                     if slot.bucket not in unit.buckets:
                         unit.buckets.append(slot.bucket)
             if unit.buckets or module is self.module:
-                self._handles.append(module.register_forward_pre_hook(self._enter(unit), prepend=True))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
+                self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
 
     def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
+                self._backward_running = False
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
             frame = _Frame(module, [], [], contextlib.ExitStack())
             self._frames.append(frame)
@@ -295,6 +297,8 @@ class Sharder:
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not any(frame.module is module for frame in self._frames):
+            return  # an earlier hook on this module raised, and it never was entered
         # After an exception in a pre-hook or inside, frames of modules further in may be left: drop them as well.
         while self._frames:
             frame = self._frames.pop()

@@ -76,7 +76,7 @@ class GatherWindow:
                 break
             new = not gathered(nxt)
             if self._prefetch is None:
-                wanted = not fetch
+                wanted = not ahead
             else:
                 wanted = ahead + size <= self._prefetch
             if not wanted and not (not new and distance + size <= self._reuse):
