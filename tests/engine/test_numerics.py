@@ -86,7 +86,6 @@ def train(rank: int, world: int, variants: list[dict[str, Any]]) -> list[Run]:
             run.losses.append(total)
             run.norms.append(engine.get_global_grad_norm())
             run.applied.append(engine.was_step_applied())
-        run.weights = {p.name: p.data.clone() for _, p in engine.optimizer.pieces() if p.start == 0 and p.data.numel()}
         full = engine.full_state_dict()
         run.weights = {} if full is None else dict(full)
         engine.destroy()
@@ -114,14 +113,14 @@ def variants(stages: range, **fixed: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_fp32_equals_one_process(world: int) -> None:
-    plans = [
-        *variants(range(4)),
-        *variants(range(4), plain=True),
-        *variants(range(4), accumulation=4),
-        *variants(range(4), accumulation=4, optimizer="SGD"),
-        *variants(range(4), accumulation=4, optimizer="SGD", plain=True),
-        *variants(range(4), optimizer="Adam"),
-    ]
+    plans = [*variants(range(4)), *variants(range(4), accumulation=4, optimizer="SGD")]
+    if world == 2:
+        plans += [
+            *variants(range(4), plain=True),
+            *variants(range(4), accumulation=4, optimizer="SGD", plain=True),
+            *variants(range(4), accumulation=4),
+            *variants(range(4), optimizer="Adam"),
+        ]
     by_rank = run_ranks(train, world, plans, timeout=200)
     for i, plan in enumerate(plans):
         runs = [ranks[i] for ranks in by_rank]
@@ -137,7 +136,8 @@ def test_fp32_equals_one_process(world: int) -> None:
             if plans[first]["accumulation"] == 1:
                 assert all(same_bits(ranks[first + stage], ranks[first]) for ranks in by_rank), plans[first + stage]
         assert same_bits(by_rank[0][first + 3], by_rank[0][first + 2])  # the same micro-batches in the same order
-    assert all(same_bits(ranks[stage], ranks[4 + stage]) for ranks in by_rank for stage in range(4))  # plain loss.backward()
+    if world == 2:  # loss.backward() and engine.backward(loss)
+        assert all(same_bits(ranks[i], ranks[i + 8]) for ranks in by_rank for i in range(8))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -148,8 +148,9 @@ def test_16_bit_equals_fp32_masters_in_one_process(world: int) -> None:
         *variants(range(4), dtype="bf16", accumulation=4),
         *variants(range(4), dtype="fp16", precision=static),
         *variants(range(4), dtype="fp16", accumulation=4, precision=static),
-        *variants(range(4), dtype="fp16", precision={"initial_scale_power": 8}),
     ]
+    if world == 2:
+        plans += variants(range(4), dtype="fp16", precision={"initial_scale_power": 8})
     by_rank = run_ranks(train, world, plans, timeout=200)
     for i, plan in enumerate(plans):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[plan["dtype"]]
