@@ -84,6 +84,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
         if torch.is_grad_enabled() and not in_backward() and self.optimizer is not None:
+            self.mechanism.sharder.end_backward()
             self.mechanism.reducer.next_micro_batch()
             self._prepare_backward()
 
@@ -113,6 +114,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
             (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
         finally:
             reducer.scale = 1.0 / self.batch.accumulation
+        self.mechanism.sharder.end_backward()
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
