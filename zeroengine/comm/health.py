@@ -109,6 +109,13 @@ class Monitor:
         keeper = self.rank == self.store_host
         self._sent.wait(_GOODBYE_SECONDS + (_LINGER_SECONDS if keeper else 0.0))
 
+    def note_failure(self, error: str) -> None:
+        """This process is about to raise what it found out about another rank. Told at once, so that ranks which find
+        *this* one gone look further; `record_end` will say the same, if it is reached."""
+        if self._end is None:
+            self._end = ("failed", error[-_ERROR_CHARACTERS:], True)
+            self._wake.set()
+
     def busy(self) -> bool:
         """Whether a thread of this process is inside a collective."""
         return any(lane.busy() for lane in list(self._lanes))

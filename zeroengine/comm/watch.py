@@ -122,6 +122,7 @@ class HealthWatch:
     ) -> RankError:
         error = kind(f"rank {self._monitor.rank} waits for {wait.what}: {text} {remedy}")
         error.__cause__ = cause
+        self._monitor.note_failure(str(error))
         return error
 
 
