@@ -82,8 +82,7 @@ def test_chain_that_ends_in_user_code_is_slow() -> None:
 
 
 def test_call_of_torch() -> None:
-    world = replace(BASE, call="barrier")
-    assert judge({1: world}).cause == "divergence"
+    assert judge({1: replace(BASE, call="barrier")}).cause == "slow", "in a group that is not known"
     without_us = replace(BASE, call="barrier", call_ranks=[1, 2])
     assert judge({1: without_us, 2: replace(BASE, issued={"params": 4})}).cause == "slow"
     with_us = replace(BASE, call="all_reduce", call_ranks=[0, 1])

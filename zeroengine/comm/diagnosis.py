@@ -98,15 +98,13 @@ class Diagnosis:
             todo.extend((r, path) for r in needs)
 
     def _needs(self, view: PeerView) -> list[int] | None:
-        """Ranks that hold `view` up; None when nothing does (it is in user code)."""
+        """Ranks that hold `view` up; None when nothing is known to (it is in user code)."""
         status = view.status
         if status is None:
             return None
         if status.wait is not None:
             return self._late(status.wait)
-        if status.call is not None:
-            if status.call_ranks is None:
-                return [self.me]  # a call on the default group needs every rank, this one too
+        if status.call is not None and status.call_ranks is not None:
             return [r for r in status.call_ranks if r != view.rank and not self._in_call(r, status.call)]
         return None
 

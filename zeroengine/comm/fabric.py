@@ -14,6 +14,7 @@ from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.health import process_monitor
 from zeroengine.comm.lane import Lane
 from zeroengine.comm.local import LocalCommunicator
+from zeroengine.comm.torch_calls import OWN_GROUPS
 from zeroengine.comm.torch_comm import TorchCommunicator
 from zeroengine.comm.watch import HealthWatch
 from zeroengine.errors import RankError
@@ -106,7 +107,7 @@ class Fabric:
             list(members),
             timeout=timedelta(seconds=self.stall_timeout + _GRACE_SECONDS),
             backend=backend,
-            group_desc=f"zeroengine {name}",
+            group_desc=f"{OWN_GROUPS}{name}",
         )
         # only the members meet; the whole world needs no such exception to torch's rule that all ranks make all groups
         return make() if len(members) == self.world_size else make(use_local_synchronization=True)

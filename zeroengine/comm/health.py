@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from zeroengine.comm.lane import Lane
 from zeroengine.comm.status import PeerView, Status, Wait
-from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start
+from zeroengine.comm.torch_calls import CallWatch, user_group_counts
+from zeroengine.comm.whereabouts import MainThread, machine_id, process_start
 from zeroengine.errors import RankError
 from zeroengine.logging import logger
 
@@ -51,6 +52,7 @@ class Monitor:
         self.machine = machine_id()
         self._store = store
         self._lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self._lanes_lock = threading.Lock()  # a set may not grow while another thread reads it
         self._waits: dict[int, Wait] = {}  # by thread
         self._views: dict[int, tuple[Status, float]] = {}  # last status, and when it was first seen
         self._known_since: dict[int, float] = {}
@@ -62,6 +64,7 @@ class Monitor:
         self._store_closed = False
         pid = os.getpid()
         self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
+        self._main, self._calls = MainThread(), CallWatch()
         self._beat = 0
         self._write()
         self._thread = threading.Thread(target=self._run, name="zeroengine health", daemon=True)
@@ -70,11 +73,17 @@ class Monitor:
     # -- what this rank is doing ------------------------------------------------------------------------------------
 
     def add_lane(self, lane: Lane) -> None:
-        self._lanes.add(lane)
+        with self._lanes_lock:
+            self._lanes.add(lane)
         self._wake.set()
 
+    def remove_lane(self, lane: Lane) -> None:
+        """A closed stream is no evidence about a later one of the same name."""
+        with self._lanes_lock:
+            self._lanes.discard(lane)
+
     def issued(self) -> dict[str, int]:
-        return {lane.key: lane.issued for lane in list(self._lanes)}
+        return {lane.key: lane.issued for lane in self._known_lanes()}
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
@@ -118,7 +127,11 @@ class Monitor:
 
     def busy(self) -> bool:
         """Whether a thread of this process is inside a collective."""
-        return any(lane.busy() for lane in list(self._lanes))
+        return any(lane.busy() for lane in self._known_lanes())
+
+    def _known_lanes(self) -> list[Lane]:
+        with self._lanes_lock:
+            return list(self._lanes)
 
     def settle(self) -> None:
         """Waits a moment for threads inside a collective before the interpreter goes (see `_leave_at_once`). The lowest
@@ -183,12 +196,13 @@ class Monitor:
         self._store.set(_key(self.rank), self._status().pack())
 
     def _status(self) -> Status:
-        place = main_thread_place()
+        place = self._main.place()
+        call_ranks = self._calls.ranks(place.line, place.call, user_group_counts())
         now = time.monotonic()
         with self._lock:
             oldest = min(self._waits.values(), key=lambda w: w.seconds, default=None)
         wait = replace(oldest, seconds=now - oldest.seconds) if oldest else None
-        lanes = list(self._lanes)
+        lanes = self._known_lanes()
         state, error, secondary = self._end or ("running", "", False)
         return replace(
             self._base,
@@ -201,7 +215,7 @@ class Monitor:
             wait=wait,
             line=place.line,
             call=place.call,
-            call_ranks=list(place.call_ranks) if place.call_ranks is not None else None,
+            call_ranks=list(call_ranks) if call_ranks is not None else None,
         )
 
     def _read(self) -> None:

@@ -20,6 +20,10 @@ class Watch(Protocol):
         """Makes `lane` known, so that other ranks can learn how far this one has come."""
         ...
 
+    def unwatch(self, lane: Lane) -> None:
+        """`lane` was closed in good order: it says nothing about this rank any more."""
+        ...
+
     def until(self, operation: Operation) -> None:
         """Returns when `operation` is done; poisons its lane with a `RankError` when it cannot be any more."""
         ...
@@ -127,8 +131,12 @@ class Lane:
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
+        if not self.running():
+            self._verify = None  # it holds the process group
         if self.error is None:
             self.error = RuntimeError(f"communicator {self.key!r} is closed")
+            if not self.busy():  # one that is stuck in the transport still counts when the process ends
+                self.watch.unwatch(self)
 
     def _work(self) -> None:
         with torch.inference_mode():  # results may be written into inference tensors as well as into ordinary ones
@@ -162,6 +170,9 @@ class PatientWatch:
         self.stall_timeout = stall_timeout
 
     def watch(self, lane: Lane) -> None:
+        return
+
+    def unwatch(self, lane: Lane) -> None:
         return
 
     def until(self, operation: Operation) -> None:

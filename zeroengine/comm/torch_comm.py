@@ -109,14 +109,14 @@ class TorchCommunicator:
         checks.flat(self.name, subject, tensor)
         checks.check_peer(self.name, self.size, self.rank, dst, subject)
         self.traffic.count("send", tensor.nbytes)
-        self._on_cpu(subject, tensor)
+        self._check_usable(subject, tensor)
         return self._pairs.send(tensor, dst, subject) if self._pairs else Finished()
 
     def recv(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_peer(self.name, self.size, self.rank, src, subject)
         self.traffic.count("recv", 0)
-        self._on_cpu(subject, tensor)
+        self._check_usable(subject, tensor)
         return self._pairs.recv(tensor, src, subject) if self._pairs else Finished()
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
@@ -145,12 +145,16 @@ class TorchCommunicator:
             self._pairs.close(_CLOSE_SECONDS)
             stuck = self._lane.running() or self._pairs.running()
         self._transport.scratch.clear()
+        group, self._group = self._group, None
         if not stuck:  # a thread that still uses the group keeps it
-            dist.destroy_process_group(self._group)
-        self._group = None
+            # The last references go here: Gloo's threads and sockets end now and in this thread, not when and where the
+            # garbage collector comes upon an engine that was destroyed.
+            self._pairs = None
+            self._transport.forget_group()
+            dist.destroy_process_group(group)
 
     def _issue(self, mark: Fingerprint, run: Callable[[], None], *tensors: Tensor) -> Work:
-        self._on_cpu(mark.subject, *tensors)
+        self._check_usable(mark.subject, *tensors)
         if self._lane is not None:
             return self._lane.submit(mark, run)
         with torch.inference_mode():
@@ -164,7 +168,9 @@ class TorchCommunicator:
             HeaderCheck.verify_splits(self._transport, self.name, receives, sends, mark)
         self._transport.all_to_all(output, input, receives, sends)
 
-    def _on_cpu(self, subject: str, *tensors: Tensor) -> None:
+    def _check_usable(self, subject: str, *tensors: Tensor) -> None:
+        if self._group is None:
+            raise RuntimeError(f"communicator {self.name!r} is closed ({subject})")
         for t in tensors:
             checks.require(
                 t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject

@@ -31,6 +31,10 @@ class Transport:
         self.size = len(ranks)
         self.scratch = Scratch()
 
+    def forget_group(self) -> None:
+        """Ends the transport: the group is let go of, so that it can be destroyed."""
+        del self.group
+
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         if full.numel():
             all_gather_single(as_bytes(full), as_bytes(shard), group=self.group)

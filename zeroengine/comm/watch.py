@@ -32,6 +32,9 @@ class HealthWatch:
     def watch(self, lane: Lane) -> None:
         self._monitor.add_lane(lane)
 
+    def unwatch(self, lane: Lane) -> None:
+        self._monitor.remove_lane(lane)
+
     def until(self, operation: Operation) -> None:
         start = time.monotonic()
         if operation.finished_within(self._first):
