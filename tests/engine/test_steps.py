@@ -30,7 +30,7 @@ from tests.engine.versus_torch import (
     settings,
     whole_weights,
 )  # fmt: skip
-from zeroengine.errors import ConfigError
+from zeroengine.errors import ConfigError, ModelError
 
 pytestmark = pytest.mark.ranks
 D = 6
@@ -438,6 +438,48 @@ def _stale(rank: int, ranks: int) -> list[str]:
 
 def test_a_stale_graph_is_refused() -> None:
     check(_stale)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D).requires_grad_(False), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+def _replace(model: nn.Module) -> None:
+    model.b.weight.data = model.b.weight.data.clone()  # type: ignore[union-attr]
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str, tuple[int, ...]]] = {
+    "unfrozen": (lambda m: m.a.requires_grad_(True), "'a.weight'", STAGES),
+    "other memory": (_replace, "'b.weight' was given other memory", (0, 1, 2)),
+    "added": (lambda m: m.add_module("c", nn.Linear(D, D)), "'c.weight' requires grad", STAGES),
+}
+
+
+def _changed(rank: int, ranks: int) -> list[str]:
+    """A model that was changed under the engine: an error, never an update that has no effect."""
+    mesh, faults = one_mesh(), []
+    for name, (change, text, stages) in CHANGES.items():
+        for stage in stages:
+            engine = _make(mesh, stage, TINY, Frozen)
+            change(engine.module)
+            engine.backward(engine(torch.ones(2, D)).mean())
+            try:
+                engine.step()
+                faults.append(f"{name} at stage {stage}: accepted")
+            except ModelError as error:
+                if text not in str(error):
+                    faults.append(f"{name} at stage {stage}: {error}")
+            engine.destroy()
+    return faults
+
+
+def test_a_model_that_was_changed_under_the_engine() -> None:
+    check(_changed)
 
 
 # --- copies of the module ----------------------------------------------------------------------------------------------

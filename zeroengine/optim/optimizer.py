@@ -120,6 +120,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
             )
+        self._sharder.verify()
         used = self.reducer.finish().used
         self._sharder.end_backward()
         gradients = self.reducer.gradients

@@ -107,6 +107,13 @@ class Bucket:
         if full is not None:
             self._pool.give(full)
 
+    def holds(self, index: int) -> bool:
+        """Whether parameter `index` lies where the layout says, as far as values are whole between uses."""
+        if self.policy.shard_params or self.full is None:
+            return True
+        at = self.full.data_ptr() + self.layout.specs[index].offset * self.full.element_size()
+        return self.params[index].data_ptr() == at
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Tensors of the parameters' shapes in a flat buffer laid out like this bucket."""
         return [flat[s.offset : s.end].view(s.shape) for s in self.layout.specs]

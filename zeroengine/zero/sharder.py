@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zeroengine.errors import ReleasedParameterError
+from zeroengine.errors import ModelError, ReleasedParameterError
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
@@ -154,6 +154,24 @@ class Sharder:
         self._backward_running = False
         if not self._frames:
             self.release_all()
+
+    def verify(self) -> None:
+        """Raises `ModelError` if the model is not any more what was laid into buckets: an update would be lost."""
+        for name, p in self.module.named_parameters():
+            slot = slot_of(p)
+            if slot is None:
+                changed = p.requires_grad and p.numel()
+                what = "requires grad, but was frozen or not there when the engine was made"
+            elif p.requires_grad and not slot.bucket.trainable:
+                changed, what = True, "was unfrozen after the engine was made"
+            else:
+                changed = not slot.bucket.holds(slot.index)
+                what = "was given other memory after the engine was made (half(), to(), an assignment to .data)"
+            if changed:
+                raise ModelError(
+                    f"parameter '{name}' {what}, and would not be trained; change the model before zeroengine.initialize, "
+                    "or call engine.destroy() and initialize it again"
+                )
 
     @contextlib.contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
