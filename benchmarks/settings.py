@@ -22,7 +22,7 @@ class Settings:
     dtype: Dtype = "fp32"
     nproc: int = 2
     threads: int = 1
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     weight_decay: float = 0.01
     seed: int = 1234
     deepspeed_adam: DeepSpeedAdam = "fused"

@@ -65,7 +65,6 @@ class _LoopTrainer:
         return nullcontext()
 
     def step(self, batches: Batches) -> Tensor:
-        self.optimizer.zero_grad()
         total = torch.zeros(())
         for i, (tokens, targets) in enumerate(batches):
             with self.hold(i == len(batches) - 1):
@@ -74,6 +73,7 @@ class _LoopTrainer:
                 loss.backward()
             total += loss.detach()
         self.optimizer.step()
+        self.optimizer.zero_grad()  # here and not before the next step: memory at rest is without gradients
         return total
 
     def traffic(self) -> dict[str, int] | None:
@@ -169,6 +169,7 @@ def _engine_config(settings: Settings, stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch,
         "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": 0.0,  # DeepSpeed clips to 1.0 unless told; the torch loops do not clip
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": settings.learning_rate, "weight_decay": settings.weight_decay},

@@ -11,8 +11,11 @@ the DeepSpeed-style JSON file. Read `main` first; the rest follows in the order 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import itertools
+import math
 import os
 import random
 import sys
@@ -33,8 +36,8 @@ RANK = int(os.environ.get("RANK", "0"))  # set by zerorun (and torchrun) for eve
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def main() -> int:
-    args = parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_args(arguments)
     set_environment()
     try:
         # What can be wrong is looked at before anything slow starts. Every rank reads the same files and so comes to
@@ -53,7 +56,7 @@ def main() -> int:
     return 0
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, required=True, help="DeepSpeed-style JSON file")
@@ -62,7 +65,7 @@ def parse_args() -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/finetune"), help="folder for the checkpoint and the model")
     add("--steps", type=positive, default=24, help="optimizer steps (default %(default)s)")
     add("--max-length", type=positive, default=128, help="tokens of the longest example (default %(default)s)")
-    add("--lr", type=float, help="learning rate, in place of the one in --config")
+    add("--lr", type=rate, help="learning rate, in place of the one in --config")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="precision, in place of the one in --config")
     add("--eval-pairs", type=positive, default=32, help="held-out examples to evaluate on (default %(default)s)")
     add("--new-tokens", type=positive, default=40, help="length of the sample generation (default %(default)s)")
@@ -70,22 +73,26 @@ def parse_args() -> argparse.Namespace:
     add("--resume", type=Path, metavar="OUTPUT", help="continue from the checkpoint of an earlier --output folder")
     add("--save-every", type=positive, metavar="STEPS", help="also save a checkpoint every so many steps")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in backward to save memory")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def set_environment() -> None:
     """Settings of the Hugging Face libraries, which read them when they are imported: later, and only if needed."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is read from disk; nothing may wait for a hub
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the ranks share the processor already
-    if RANK != 0:
-        os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough, those of the libraries too
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
 def say(text: str = "") -> None:
@@ -152,9 +159,10 @@ def load_model(folder: Path, gguf_file: str | None, args: argparse.Namespace) ->
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **extra)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, **extra
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar from every rank
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **extra
+            )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadInput(f"--model {folder}: cannot be loaded as a causal language model ({reason})") from error
@@ -278,15 +286,9 @@ def train_steps(engine: Any, loader: Any, args: argparse.Namespace) -> None:
 
 
 def endless(loader: Any, skip: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches epoch after epoch, without the first `skip`, which a resumed run has seen."""
-    for epoch in itertools.count():
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
-        for batch in loader:
-            if skip > 0:
-                skip -= 1
-            else:
-                yield batch
+    """Batches epoch after epoch, each in its own order, without the first `skip`, which a resumed run has seen."""
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    return itertools.islice(batches, skip, None)
 
 
 def on_device(batch: dict[str, torch.Tensor], engine: Any) -> dict[str, torch.Tensor]:

@@ -17,8 +17,11 @@ def starts_processes(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests that start ranks into one group, which pytest-xdist gives to one worker: on a small machine the ranks
-    of two tests at once would wait for each other and run into their bounds. They come first, being the longest."""
+    """Puts the tests that start ranks into one group, which pytest-xdist gives to one worker.
+
+    On a small machine the ranks of two tests at once would wait for each other and run into their bounds. They come
+    first, being the longest.
+    """
     ranks = [item for item in items if starts_processes(item)]
     for item in ranks:
         item.add_marker("ranks")

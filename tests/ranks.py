@@ -16,8 +16,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 _ctx = multiprocessing.get_context("spawn")
 
@@ -40,7 +41,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], env: dict[str, str], pipe: Any) -> None:
+def _main(
+    fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], env: dict[str, str], pipe: Any
+) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env,
@@ -50,7 +53,9 @@ def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        pipe.send_bytes(pickle.dumps(("ok", fn(rank, world, *args))))  # plain pickle: no shared memory outlives the rank
+        pipe.send_bytes(
+            pickle.dumps(("ok", fn(rank, world, *args)))
+        )  # plain pickle: no shared memory outlives the rank
     except BaseException:  # the parent reports it
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.stderr.flush()
@@ -60,7 +65,12 @@ def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, failures: bool = False, env: dict[str, str] | None = None
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 120.0,
+    failures: bool = False,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     port, start = free_port(), time.monotonic()
     procs, pipes = [], []
@@ -102,5 +112,7 @@ def run_ranks(
         return outcomes
     bad = [r for r, o in enumerate(outcomes) if o.error or o.exitcode]
     if bad:
-        raise RanksFailed("\n".join(f"--- rank {r} (exit code {outcomes[r].exitcode})\n{outcomes[r].error or ''}" for r in bad))
+        raise RanksFailed(
+            "\n".join(f"--- rank {r} (exit code {outcomes[r].exitcode})\n{outcomes[r].error or ''}" for r in bad)
+        )
     return [o.value for o in outcomes]

@@ -19,7 +19,7 @@ _STAGES = ["zeroengine-0", "zeroengine-1", "zeroengine-2", "zeroengine-3"]
 
 def _tiny_run(tmp_path: Path, *more: str) -> dict[str, dict]:
     out = tmp_path / "out" / "figures.json"
-    assert compare.main([*_TINY, "--warmup", "1", "--timeout", "120", "--json", str(out), *more]) == 0
+    assert compare.main([*_TINY, "--warmup", "1", "--timeout", "300", "--json", str(out), *more]) == 0
     result: dict[str, dict] = json.loads(out.read_text())
     return result
 
@@ -71,8 +71,9 @@ def test_figures_of_every_zeroengine_stage(tmp_path: Path) -> None:
     _check_figures(result, ["limit", "ddp", *_STAGES])
     for name in _STAGES:
         figures = result["systems"][name]
-        # more than the formula by padding and by control messages, never less
-        assert figures["sent_bytes"] >= figures["sent_formula_bytes"]
+        # buckets are padded, and stage 3 may gather the tied embedding once more; never less than the formula
+        assert 1.0 <= figures["sent_bytes"] / figures["sent_formula_bytes"] < 1.25
+        assert figures["raw"]["report"]["memory"]
 
 
 def test_bf16(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def test_structure_of_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "figures.json"
     code = overhead.main([
         "--stages", "0,3", "--large", "64", "--layers", "3", "--width", "8", "--startups", "2", "--rounds", "2",
-        "--steps", "2", "--warmup", "1", "--timeout", "120", "--json", str(out),
+        "--steps", "2", "--warmup", "1", "--timeout", "300", "--json", str(out),
     ])  # fmt: skip
     assert code == 0
     result = json.loads(out.read_text())

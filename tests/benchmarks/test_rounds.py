@@ -96,6 +96,7 @@ def test_failing_and_missing_systems_do_not_disturb_the_others(monkeypatch: pyte
     (wave,) = outcome.waves
     assert list(wave.systems) == ["c"]
     assert len(wave.systems["c"].round_seconds) == len(wave.reference.round_seconds) == 3
+    assert not machine.open
 
 
 def test_reference_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.examples.launch import EXAMPLES
+
+sys.path.insert(0, str(EXAMPLES))  # where a script that is started finds its neighbours
 
 WORDS = "red green blue one two three cat dog bird sun moon star".split()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a two-layer Llama of width 32 with tied embeddings, and a byte-level tokenizer of 300 tokens."""
+    """A folder with a two-layer Llama of width 32 with tied embeddings, and a byte-level tokenizer of at most 300 tokens."""
     torch = pytest.importorskip("torch")
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.examples.launch import EXAMPLES
-
-sys.path.insert(0, str(EXAMPLES))
-from stdlib_pairs import documented_functions, stdlib_pairs  # noqa: E402
-from text_data import (  # noqa: E402
+from stdlib_pairs import documented_functions, stdlib_pairs
+from text_data import (
     IGNORED,
     BadInput,
     Collate,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.examples.launch import EXAMPLES, run_example, start_example
 
@@ -36,8 +37,6 @@ def losses(out: str) -> tuple[float, float]:
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
     return dict(load_file(folder / "model" / "model.safetensors"))
 
 
@@ -114,67 +113,102 @@ def test_gpt_learns_with_every_config(config: Path) -> None:
     assert float(found.group(2)) < float(found.group(1)), out
 
 
-def refused(ended: list[Any], *messages: str) -> None:
-    """Every rank ended with code 2 and one line that names itself and holds all `messages`."""
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--config": "typo.json"}, "gradient_clipping"),
+        ({"--data": "broken.jsonl"}, "broken.jsonl, line 2: not JSON"),
+        ({"--data": "small.jsonl"}, "3 training examples are too few: 2 ranks need 4"),
+    ],
+    ids=["config", "data", "count"],
+)
+def test_every_rank_refuses_bad_input(inputs: dict[str, Path], options: dict[str, str], message: str) -> None:
+    flags = arguments(inputs, options)
+    ended = start_example("finetune_causal_lm.py", *flags)
     for rank, end in enumerate(ended):
         assert end.code == 2, f"rank {rank} ended with {end.code}\n{end.out}\n{end.err}"
         lines = [line for line in end.err.splitlines() if "error:" in line]
-        assert len(lines) == 1 and f"rank {rank}: error:" in lines[0], end.err
+        assert len(lines) == 1 and lines[0].startswith(f"finetune_causal_lm: rank {rank}: error:"), end.err
+        assert message in lines[0]
         assert "Traceback" not in end.err
-        for message in messages:
-            assert message in lines[0], lines[0]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"--config": "none.json"}, "no such file"),
+        ({"--config": "none.json"}, "none.json does not exist"),
+        ({"--config": "tensor.json"}, "leave out mesh.pp, mesh.cp, mesh.tp"),
+        ({"--resume": "none"}, "no folder 'checkpoint'"),
         ({"--model": "none"}, "no such file or folder"),
         ({"--model": "."}, "not a Hugging Face folder"),
         ({"--model": "broken.jsonl"}, "neither a Hugging Face folder nor a .gguf file"),
-        ({"--data": "broken.jsonl"}, "broken.jsonl, line 2: not JSON"),
-        ({"--resume": "none"}, "no folder 'checkpoint'"),
-        ({"--config": "typo.json"}, "gradient_clipping"),
-        ({"--lr": "-1"}, "lr"),
+        ({"--model": "foreign"}, "cannot be loaded as a causal language model"),
+        ({"--model": "empty"}, "cannot be loaded as a causal language model"),
+        ({"--model": "partial"}, "1 weights are missing in its files, the first is model.norm.weight"),
+        ({"--model": "small"}, "its tokenizer has 294 tokens, its embedding only 10"),
+        ({"--data": "single.jsonl"}, "no held-out example"),
+        ({"--max-length": "4"}, "longer than --max-length 4"),
+        ({"--max-length": "125"}, "the model reads only 128"),
     ],
     ids=lambda value: "-".join(f"{k[2:]}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_bad_arguments_are_refused_on_every_rank(
-    tiny_model: Path, pairs_file: Path, tmp_path: Path, options: dict[str, str], message: str
+def test_bad_input_is_refused(
+    inputs: dict[str, Path],
+    options: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
-    write_config(tmp_path / "good.json", 1, 1)
-    write_config(tmp_path / "typo.json", 1, 1, gradient_cliping=1.0)
-    chosen: dict[str, object] = {"--config": tmp_path / "good.json", "--model": tiny_model, "--data": pairs_file}
-    for name, value in options.items():
-        chosen[name] = value if name == "--lr" else tmp_path / value
-    flags = [part for pair in chosen.items() for part in pair]
-    refused(start_example("finetune_causal_lm.py", *flags, "--output", tmp_path / "out", timeout=60), message)
-    assert not (tmp_path / "out").exists()
+    """As one rank of two that has not met the other: what every rank finds out alone needs no second process."""
+    import finetune_causal_lm as script
+
+    monkeypatch.setattr(script, "WORLD", 2)
+    monkeypatch.setattr(script, "RANK", 1)
+    assert script.main([str(flag) for flag in arguments(inputs, options)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("finetune_causal_lm: rank 1: error: ") and err.count("\n") == 1, err
+    assert message in err
 
 
-def test_bad_models_and_too_little_data_are_refused_on_every_rank(
-    tiny_model: Path, pairs_file: Path, tmp_path: Path
-) -> None:
-    config = write_config(tmp_path / "good.json", 2, 1)
-    small = tmp_path / "small.jsonl"
-    small.write_text('{"prompt": "red", "completion": "dog"}\n' * 3 + '{"prompt": "blue", "completion": "cat"}\n')
-    single = tmp_path / "single.jsonl"
-    single.write_text('{"prompt": "red", "completion": "dog"}\n' * 9)
-    unweighted = tmp_path / "unweighted"
-    shutil.copytree(tiny_model, unweighted)
-    (unweighted / "model.safetensors").unlink()
-    foreign = tmp_path / "foreign"
-    shutil.copytree(tiny_model, foreign)
-    (foreign / "config.json").write_text('{"model_type": "no_such_type"}')
-    cases: list[tuple[Path, Path, tuple[object, ...], str]] = [
-        (tiny_model, small, (), "3 training examples are too few: 2 ranks need 4"),
-        (tiny_model, single, (), "no held-out example"),
-        (tiny_model, pairs_file, ("--max-length", 4), "longer than --max-length 4"),
-        (tiny_model, pairs_file, ("--max-length", 128), "the model reads only 128"),
-        (unweighted, pairs_file, (), "cannot be loaded as a causal language model"),
-        (foreign, pairs_file, (), "cannot be loaded as a causal language model"),
-    ]
-    for model, data, more, message in cases:
-        options = ("--config", config, "--model", model, "--data", data, "--output", tmp_path / "out", *TINY, *more)
-        refused(start_example("finetune_causal_lm.py", *options, timeout=60), message)
+@pytest.mark.parametrize(
+    "flags", [("--lr", "-1"), ("--lr", "fast"), ("--steps", "0"), ("--steps", "-2"), ("--dtype", "int8")]
+)
+def test_flags_out_of_range_are_refused(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    import finetune_causal_lm as script
+
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--config", "any.json", *flags])
+    assert ended.value.code == 2
+    assert f"argument {flags[0]}: " in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_model: Path, pairs_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of bad inputs, and the good value of every flag."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    line = '{"prompt": "red", "completion": "dog"}\n'
+    (folder / "small.jsonl").write_text(line * 3 + '{"prompt": "blue", "completion": "cat"}\n')
+    (folder / "single.jsonl").write_text(line * 9)
+    write_config(folder / "good.json", 2, 1)
+    write_config(folder / "typo.json", 2, 1, gradient_cliping=1.0)
+    write_config(folder / "tensor.json", 2, 1, mesh={"tp": 2})
+    for name in ("foreign", "empty", "partial", "small"):
+        shutil.copytree(tiny_model, folder / name)
+    (folder / "foreign" / "config.json").write_text('{"model_type": "no_such_type"}')
+    (folder / "empty" / "model.safetensors").unlink()
+    whole = load_file(tiny_model / "model.safetensors")
+    save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, folder / "partial" / "model.safetensors")
+    whole["model.embed_tokens.weight"] = whole["model.embed_tokens.weight"][:10].clone()
+    save_file(whole, folder / "small" / "model.safetensors")
+    config = json.loads((tiny_model / "config.json").read_text())
+    (folder / "small" / "config.json").write_text(json.dumps({**config, "vocab_size": 10}))
+    return {"--config": folder / "good.json", "--model": tiny_model, "--data": pairs_file, "--output": folder / "out"}
+
+
+def arguments(inputs: dict[str, Path], options: dict[str, str]) -> list[object]:
+    """The flags of a tiny run, `options` in place of the good ones; a path is relative to the folder of bad inputs."""
+    paths = ("--config", "--model", "--data", "--resume")
+    chosen = {name: inputs["--output"].parent / value if name in paths else value for name, value in options.items()}
+    merged = {"--max-length": 48, "--new-tokens": 4, **inputs, **chosen}
+    return [part for pair in merged.items() for part in pair]

@@ -26,7 +26,7 @@ class LocalCommunicator:
 
     def __init__(self, name: str, rank: int = 0) -> None:
         self.name = name
-        self.ranks = (rank,)
+        self.ranks: tuple[int, ...] = (rank,)
         self.rank = 0
         self.size = 1
         self.traffic = Traffic()

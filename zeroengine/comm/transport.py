@@ -94,15 +94,22 @@ class Transport:
 
 
 class SimulatedTransport(Transport):
-    """Transport over torch's `fake` process group: the host's work of one rank out of many, with no peers.
+    """Transport over torch's `fake` process group: the host's work of one rank out of many, whose peers have the same
+    values as this rank.
 
-    The fake backend fills the whole output of a gather, one copy a rank, which no real rank does on its host; here the
-    dispatch of a collective is paid once and only this rank's own slice is copied.
+    The fake backend fills the output of a gather with one copy a rank, which no real rank does on its host; here the
+    dispatch of a collective is paid once, and one copy fills the output.
     """
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         if full.numel():
             dist.broadcast(as_bytes(full), self.ranks[self.rank], group=self.group)
-            own = full.view(-1)[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard.view(-1))
+            own = shard.reshape(1, -1)
+            if full.data_ptr() <= shard.data_ptr() < full.data_ptr() + full.nbytes:
+                own = own.clone()
+            full.view(self.size, -1).copy_(own.expand(self.size, -1))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
+        kept = tensor.reshape(-1).clone()
+        super().all_reduce(tensor, op, scale)
+        tensor.view(-1).copy_(kept * (self.size * scale) if op == "sum" else kept)

@@ -4,14 +4,24 @@ part of reading the configuration; the engine does it once."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from zeroengine.errors import ConfigError
 
-if TYPE_CHECKING:
-    from zeroengine.config.config import Config
-
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+class BatchKeys(Protocol):
+    """What `resolve_batch` reads of a configuration."""
+
+    @property
+    def train_batch_size(self) -> int | None: ...
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int | None: ...
+    @property
+    def gradient_accumulation_steps(self) -> int | None: ...
+    @property
+    def undetermined(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class BatchSizes:
     accumulation: int
 
 
-def resolve_batch(config: Config, dp_world_size: int) -> BatchSizes:
+def resolve_batch(config: BatchKeys, dp_world_size: int) -> BatchSizes:
     """The three sizes for `dp_world_size` ranks that read different data (a tensor, sequence or pipeline group counts
     once).
 

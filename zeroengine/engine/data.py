@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -28,7 +29,9 @@ class EngineLoader:
                     f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of {ranks} ranks, "  # type: ignore[arg-type]
                     "and dataloader_drop_last drops incomplete batches"
                 )
-            self._sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=True, seed=seed, drop_last=drop_last)
+            self._sampler = DistributedSampler(
+                dataset, num_replicas=ranks, rank=rank, shuffle=True, seed=seed, drop_last=drop_last
+            )
         self.loader = DataLoader(
             dataset, batch_size=batch_size, sampler=self._sampler, collate_fn=collate_fn, drop_last=drop_last
         )

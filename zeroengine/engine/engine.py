@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import report
+from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.state import WeightMethods
@@ -19,10 +21,11 @@ from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(WeightMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -62,7 +65,7 @@ class ZeroEngine(WeightMethods, nn.Module):
         self._syncs = True
         self._last_loss: Tensor | None = None
         self._destroyed = False
-        self._begin_hook = module.register_forward_pre_hook(self._begin, prepend=True)
+        self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
         self._prepare_backward()
 
     # --- forward, backward, step ----------------------------------------------------------------------------------
@@ -199,8 +202,8 @@ class ZeroEngine(WeightMethods, nn.Module):
             self._prepare_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step so far."""
-        self.mechanism.reducer.clear()
+        """Forgets the gradients of the step so far. Collective if there are any."""
+        self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
 
     # --- facts ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
-from zeroengine.zero.build import Groups
+from zeroengine.zero.build import Groups, check_free
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -33,7 +34,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Adds `--deepspeed` and `--deepspeed_config` (and `--config` under our own name) to a script's parser."""
     group = parser.add_argument_group("zeroengine", "training engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility; the engine is always used")
-    group.add_argument("--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration")
+    group.add_argument(
+        "--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration"
+    )
     return parser
 
 
@@ -92,12 +95,17 @@ def _initialize(
         check_trainable(model, groups)
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
+    check_free(model)
     model.to(mesh.fabric.device)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None
     if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+        try:
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+        except Exception:
+            mechanism.remove()  # a model that is refused is left as it was, and can be given again
+            raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = None
     if training_data is not None:
@@ -144,7 +152,8 @@ def _check_places(settings: Config, device: torch.device) -> None:
             log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
             continue
         raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; remove the section"
+            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
+            "remove the section"
         )
 
 
@@ -172,5 +181,3 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
-
-

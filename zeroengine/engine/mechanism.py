@@ -13,7 +13,7 @@ from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.update import FlatMaster, check_optimizer, is_elementwise, shard_groups
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_model
+from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_same
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
@@ -41,7 +41,7 @@ class Mechanism:
 
     def remove(self) -> None:
         """Gives the model back its parameters. Collective."""
-        self.reducer.clear()
+        self.reducer.forget()
         self.reducer.remove()
         self.sharder.remove()
         self.pool.clear()
@@ -72,7 +72,7 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
-    check_model(module, groups)
+    check_same(module, groups)
     pool = BufferPool()
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroengine.checkpoint import agree
 from zeroengine.zero.residency import slot_of
 
 if TYPE_CHECKING:
@@ -42,7 +44,9 @@ class WeightMethods:
     mechanism: Mechanism
     mesh: Mesh
 
-    def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def full_state_dict(
+        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
         """The module's complete state_dict in host memory on rank 0 (None elsewhere); tied weights under each of their
         names share memory. Collective; one bucket is gathered at a time. `dtype` casts floating-point parameters."""
         keep = self.mesh.rank == 0
@@ -68,10 +72,11 @@ class WeightMethods:
                     result[at + name] = b.detach().to("cpu", copy=True)
         return result
 
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
         """Writes the complete weights in the type they are used in (`torch.load(..., weights_only=True)` reads them).
         Collective. Errors on rank 0 reach every rank."""
-        from zeroengine.checkpoint import agree  # floor 7 is below; here to keep torch.distributed.checkpoint out of start-up
 
         state = self.full_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         path = Path(save_dir) / save_filename

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,9 @@ def param_groups(module: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
     for i, group in enumerate(groups):
         for p in group["params"]:
             if not isinstance(p, torch.Tensor):
-                raise ConfigError(f"parameter group {i} holds a {type(p).__name__}; it must hold parameters of the model")
+                raise ConfigError(
+                    f"parameter group {i} holds a {type(p).__name__}; it must hold parameters of the model"
+                )
         group["params"] = [p for p in group["params"] if p.requires_grad]
     return groups
 
@@ -57,13 +60,19 @@ def check_trainable(module: nn.Module, groups: ParamGroups) -> None:
             "some, or leave the optimizer out of the config for an evaluation-only engine"
         )
     if not any(g["params"] for g in groups):
-        raise ModelError("model_parameters holds no trainable parameter of the model; pass model.parameters() or leave it out")
+        raise ModelError(
+            "model_parameters holds no trainable parameter of the model; pass model.parameters() or leave it out"
+        )
 
 
 def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
     """The class that config `optimizer.type` names, case and underscores aside."""
     wanted = name.replace("_", "").lower()
-    classes = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
+    classes = {
+        n.lower(): c
+        for n, c in vars(torch.optim).items()
+        if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
+    }
     classes.pop("optimizer", None)
     if wanted in ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam"):
         # torch's meaning: "Adam" adds weight decay to the gradient, unless the config says otherwise.
@@ -78,7 +87,9 @@ def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Op
     if wanted not in classes:
         near = difflib.get_close_matches(wanted, classes, n=1)
         hint = f"; did you mean '{classes[near[0]].__name__}'?" if near else ""
-        raise ConfigError(f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own")
+        raise ConfigError(
+            f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own"
+        )
     return classes[wanted]
 
 
@@ -96,12 +107,16 @@ def optimizer_factory(name: str, params: Mapping[str, Any]) -> OptimizerFactory:
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(f"optimizer.params.{key} is not a parameter of {cls.__name__}{hint}; it takes {sorted(accepted)}")
+            raise ConfigError(
+                f"optimizer.params.{key} is not a parameter of {cls.__name__}{hint}; it takes {sorted(accepted)}"
+            )
         kwargs[key] = tuple(value) if isinstance(value, list) else value
     if "lr" in accepted and "lr" not in kwargs and signature["lr"].default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer.params.lr is missing; {cls.__name__} has no default learning rate")
-    if "fused" in accepted:
-        kwargs["fused"] = True  # one pass over the memory
+    if "fused" in accepted and cls is not torch.optim.SGD:
+        # One pass over the memory. Not SGD's: it rounds an element differently by its place in memory, and the stages
+        # would no longer agree to the last bit.
+        kwargs["fused"] = True
 
     return ClassFactory(cls, kwargs)
 
@@ -116,6 +131,8 @@ class ClassFactory:
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         kwargs = dict(self._kwargs)
+        if any(p.is_complex() for group in groups for p in group["params"]):
+            kwargs.pop("fused", None)  # torch has none for complex numbers, and says so only in step
         try:
             return self._cls(groups, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:

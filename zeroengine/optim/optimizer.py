@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,8 +97,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.scaler.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of the step so far."""
-        self.reducer.clear()
+        """Forgets the gradients of the step so far. Collective if there are any."""
+        self.reducer.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """State of this rank's parts. For a checkpoint that loads anywhere use `engine.save_checkpoint`."""
@@ -116,7 +117,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """One update. Collective. `closure` is refused: gradients come from `engine.backward` or `loss.backward()`."""
         if closure is not None:
-            raise ValueError("ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step")
+            raise ValueError(
+                "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
+            )
         used = self.reducer.finish().used
         self._sharder.end_backward()
         gradients = self.reducer.gradients
@@ -181,7 +184,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Bytes of masters that are separate from the values, and of optimizer state (its step counters aside)."""
         masters = sum(m.flat.nbytes for m in self.masters if m.separate)
         state = sum(
-            v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()
+            v.nbytes
+            for s in self.optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, torch.Tensor) and v.dim()
         )
         return masters + state
-

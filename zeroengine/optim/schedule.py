@@ -81,7 +81,7 @@ class Schedule(LRScheduler):
         return [group["initial_lr"] for group in self.optimizer.param_groups]
 
     @property
-    def last_epoch(self) -> int:  # type: ignore[override]
+    def last_epoch(self) -> int:
         """torch's name for the count; it starts at 0."""
         return self.last_batch_iteration + 1
 

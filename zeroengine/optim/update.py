@@ -6,8 +6,9 @@ its arithmetic, its treatment of parameters without gradient and its per-paramet
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
+
+_CUT_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,20 @@ class FlatMaster:
             self.parts.setdefault(index, []).append(part)
 
     def _ranges(self, whole_shapes: bool) -> Iterator[tuple[int, int, int, int]]:
-        """(parameter, start, end, position in `flat`). Cut at the borders of *all* ranks' slices even where this rank
-        updates everything: vectorised loops may round their tails differently, and stages must agree to the last bit."""
+        """(parameter, start, end, position in `flat`). Where this rank updates everything, parameters are still cut at the
+        borders of the ranks' slices: torch's fused loops round the last few elements of a tensor differently, and the
+        stages must agree to the last bit. Not with so many ranks that the cuts would cost time."""
         layout, policy = self.bucket.layout, self.bucket.policy
         if policy.shard_state:
-            lo, hi = self.bucket.own.start, self.bucket.own.stop
-            cuts = [(lo, hi)]
-        elif whole_shapes:
-            lo, cuts = 0, [(0, layout.padded)]
+            cuts = [(self.bucket.own.start, self.bucket.own.stop)]
+        elif whole_shapes or layout.shards > _CUT_RANKS:
+            cuts = [(0, layout.padded)]
         else:
-            lo, cuts = 0, [layout.slice_of(r) for r in range(layout.shards)]
+            cuts = [layout.slice_of(r) for r in range(layout.shards)]
+        origin = cuts[0][0]
         for start, end in cuts:
             for s in layout.segments(start, end):
-                yield s.index, s.start, s.end, start - lo + s.at
+                yield s.index, s.start, s.end, start - origin + s.at
 
     def link(self, used: frozenset[str] | None) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters get None, as in torch."""
@@ -135,8 +139,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, allow_untes
         return
     if known is False:
         raise ConfigError(
-            f"optimizer {name} looks at whole matrices or needs a closure, and ZeRO stages 1 to 3 give each rank a flat "
-            "piece of every parameter; use zero_optimization.stage 0 with it, or an element-wise optimizer (Adam, AdamW, SGD, ...)"
+            f"optimizer {name} looks at whole matrices or needs a closure, and ZeRO stages 1 to 3 give each rank a "
+            "flat piece of every parameter; use zero_optimization.stage 0 with it, or an element-wise "
+            "optimizer (Adam, AdamW, SGD, ...)"
         )
     raise ConfigError(
         f"optimizer {name} is not known to update each element by itself, and ZeRO stages 1 to 3 give it flat pieces of the "
@@ -144,9 +149,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, sharded: bool, allow_untes
     )
 
 
-def shard_groups(
-    groups: list[dict[str, Any]], masters: dict[int, FlatMaster]
-) -> list[list[nn.Parameter]]:
+def shard_groups(groups: list[dict[str, Any]], masters: dict[int, FlatMaster]) -> list[list[nn.Parameter]]:
     """For each parameter group of the user, the parts of its parameters on this rank. `masters` by bucket index."""
     taken: dict[int, int] = {}
     result = []
@@ -162,7 +165,9 @@ def shard_groups(
                     "to zeroengine.initialize; build the groups from that model's parameters"
                 )
             if id(p) in taken:
-                raise ConfigError(f"parameter '{slot.name}' is in parameter groups {taken[id(p)]} and {g}; put it in one")
+                raise ConfigError(
+                    f"parameter '{slot.name}' is in parameter groups {taken[id(p)]} and {g}; put it in one"
+                )
             taken[id(p)] = g
             master = masters.get(slot.bucket.index)
             if master is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,8 @@ def named_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in module.named_parameters() if p.requires_grad]
 
 
-def check_model(module: nn.Module, groups: Groups) -> None:
-    """Refuses what can not be trained or is not the same on all ranks."""
+def check_free(module: nn.Module) -> None:
+    """Refuses a model that another engine holds or that has no values yet."""
     for name, p in module.named_parameters():
         slot = slot_of(p)
         if slot is not None:
@@ -64,6 +64,10 @@ def check_model(module: nn.Module, groups: Groups) -> None:
                 f"parameter '{name}' is on the meta device and has no values; materialise the model (model.to_empty(...) and "
                 "load its weights) before zeroengine.initialize"
             )
+
+
+def check_same(module: nn.Module, groups: Groups) -> None:
+    """Refuses a model that is not the same on all ranks. Collective."""
     lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in module.named_parameters()]
     digests = [int.from_bytes(hashlib.sha256(line.encode()).digest()[:7], "big") for line in lines]
     whole = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
@@ -169,4 +173,3 @@ def _from_rank0(flat: Tensor, groups: Groups, subject: str) -> None:
     """Two steps reach every rank: along the replicas of the first shard group's ranks, then inside each shard group."""
     groups.replicas.broadcast(flat, 0, subject).wait()
     groups.grads.broadcast(flat, 0, subject).wait()
-

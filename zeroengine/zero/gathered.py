@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,12 +63,16 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             if self._modifier_rank is not None and bucket.full is not None:
                 bucket.comm.broadcast(bucket.full, self._modifier_rank, f"edit of {bucket.subject}").wait()
             now = _digest(bucket)
-            table = bucket.comm.exchange(torch.stack([self._before[bucket], now]).flatten(), f"edit of {bucket.subject}")
+            table = bucket.comm.exchange(
+                torch.stack([self._before[bucket], now]).flatten(), f"edit of {bucket.subject}"
+            )
             halves = table.view(bucket.comm.size, 2, -1)
             if torch.equal(halves[:, 0], halves[:, 1]):
                 continue
             if not bool((halves[:, 1] == halves[0, 1]).all()):
-                odd = [bucket.comm.ranks[r] for r in range(bucket.comm.size) if not torch.equal(halves[r, 1], halves[0, 1])]
+                odd = [
+                    bucket.comm.ranks[r] for r in range(bucket.comm.size) if not torch.equal(halves[r, 1], halves[0, 1])
+                ]
                 raise DivergenceError(
                     f"rank {bucket.comm.ranks[bucket.comm.rank]}: parameters of {bucket.subject} were edited inside "
                     f"GatheredParameters, but not to the same values on all ranks (ranks {odd} differ from rank "

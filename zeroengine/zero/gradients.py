@@ -159,9 +159,7 @@ class BucketGradients:
                 )
             return self._slice
         if self._home is None:
-            self._home = torch.empty(
-                self.bucket.layout.padded, dtype=self._rule.accumulate, device=self.bucket.device
-            )
+            self._home = torch.empty(self.bucket.layout.padded, dtype=self._rule.accumulate, device=self.bucket.device)
         return self._home[self.bucket.own]
 
     # --- results --------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ padded at its end to a multiple of the shard count; rank r of N owns the contigu
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Sequence
 
 import torch
 from torch import Tensor

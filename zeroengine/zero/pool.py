@@ -30,7 +30,8 @@ class BufferPool:
         free = self._free[(numel, dtype)]
         if device.type == "cpu" and free:
             return free.pop()
-        return torch.empty(numel, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # it may be taken during evaluation and used again in training
+            return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:
         """`buffer` must be the caller's last reference but the argument itself."""

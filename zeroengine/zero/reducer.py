@@ -8,8 +8,9 @@ is left at the end of a backward is launched by `flush`, with zeros for what did
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,11 @@ class Reducer:
 
     # --- at the end of a micro-batch and of a step ------------------------------------------------------------------
 
+    @property
+    def unfinished(self) -> bool:
+        """Micro-batches have run since the last step."""
+        return self._dirty or self._backwards > 0
+
     def mark_backward(self) -> None:
         """A backward belongs to the running micro-batch, even if it reaches no parameter."""
         self._dirty = True
@@ -165,8 +171,15 @@ class Reducer:
         used = frozenset(n for n, flag in zip(names, facts[2 + len(self.gradients) :].tolist(), strict=True) if flag)
         return Contribution(used)
 
+    def forget(self) -> None:
+        """Drops the gradients of a step that is given up. Collective if a backward ran: one rank may have launched what
+        another still has to."""
+        if self._dirty:
+            self._flush()
+        self.clear()
+
     def clear(self) -> None:
-        """Forgets the step's gradients."""
+        """Begins a new step. Only when all ranks have launched the same."""
         for g in self.gradients:
             g.clear()
         self._launched.clear()
@@ -182,7 +195,10 @@ class Reducer:
         if most == least:
             return
         counts = self._control.exchange(torch.tensor([self._backwards]), "micro-batches of the step").flatten().tolist()
-        told = ", ".join(f"rank {r}: {int(n)}" for r, n in zip(self._control.ranks, counts, strict=True))
+        by_count: dict[int, list[int]] = {}
+        for r, n in zip(self._control.ranks, counts, strict=True):
+            by_count.setdefault(int(n), []).append(r)
+        told = ", ".join(f"{n} on rank{'s' * (len(r) > 1)} {_ranges(r)}" for n, r in sorted(by_count.items()))
         raise DivergenceError(
             f"rank {self._control.ranks[self._control.rank]}: the ranks ran different numbers of micro-batches (backward "
             f"calls) before this step ({told}); give every rank the same number, or end the epoch on all ranks together"
@@ -198,3 +214,14 @@ class Reducer:
         if order.numel():
             self._control.broadcast(order, 0, "order of gradient buckets").wait()
         self._order = [int(i) for i in order]
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for r in ranks:
+        if runs and runs[-1][1] == r - 1:
+            runs[-1][1] = r
+        else:
+            runs.append([r, r])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

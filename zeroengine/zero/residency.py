@@ -10,8 +10,10 @@ memory and never a plausible value.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,9 @@ _T = torch.Tensor
 class ValueSource(Protocol):
     """Who can bring the values of a released parameter (the sharder that owns its bucket)."""
 
-    def access(self, param: ReleasedParameter, function: str) -> None:
-        """Gathers the bucket of `param`, or raises `ReleasedParameterError`."""
-        ...
-
-    def saving(self) -> Any:
-        """Context in which tensors that autograd saves are replaced by references into buckets."""
+    def using(self, param: ReleasedParameter, function: str) -> AbstractContextManager[None]:
+        """Context of one operation that reads `param`: its values are whole inside, and what autograd saves of them is a
+        reference into the bucket. Raises `ReleasedParameterError` where they may not be gathered."""
         ...
 
 
@@ -44,6 +43,13 @@ class Slot:
     stub: Tensor | None = field(default=None, repr=False)
     active: int = 0  # running modules that own the parameter
 
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _no_slot, ()  # a pickled parameter is nobody's
+
+
+def _no_slot() -> None:
+    return None
+
 
 def slot_of(param: Tensor) -> Slot | None:
     """The engine's record of `param`, None if no engine holds it."""
@@ -54,6 +60,11 @@ def _getters(*names: str) -> list[Any]:
     return [getattr(_T, n).__get__ for n in names if hasattr(_T, n)]
 
 
+def _setters(*names: str) -> list[Any]:
+    accessors = [getattr(_T, n) for n in names if hasattr(_T, n)]
+    return [getattr(a, m) for a in accessors for m in ("__set__", "__delete__")]
+
+
 # Operations that need no values.
 _METADATA: frozenset[Any] = frozenset(
     _getters(
@@ -62,7 +73,7 @@ _METADATA: frozenset[Any] = frozenset(
         "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr", "itemsize", "nbytes", "_grad",
         "is_sparse_csr", "is_ipu", "is_xla", "is_vulkan", "is_mtia", "is_maia", "_base",
     )
-    + [_T.requires_grad.__set__, _T.grad.__set__, _T.grad.__delete__, _T._backward_hooks.__set__, _T._post_accumulate_grad_hooks.__set__]  # type: ignore[attr-defined]
+    + _setters("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
     + [
         _T.size, _T.numel, _T.nelement, _T.dim, _T.ndimension, _T.element_size, _T.is_floating_point, _T.is_complex,
         _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook, _T.retain_grad, _T.get_device,
@@ -85,6 +96,8 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 class ReleasedParameter(nn.Parameter):
     """Class of a parameter while its values are sharded away. See the module's docstring."""
 
+    _zero: Slot
+
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,20 +106,16 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if func is _T.__repr__:
                 p = args[0]
-                return f"ReleasedParameter('{p._zero.name}', shape={tuple(p.shape)}, dtype={p.dtype}, requires_grad={p.requires_grad})"
+                facts = f"shape={tuple(p.shape)}, dtype={p.dtype}, requires_grad={p.requires_grad}"
+                return f"ReleasedParameter('{p._zero.name}', {facts})"
             if func is _T.stride and len(args) == 1 and not kwargs:
                 return _contiguous_strides(args[0].shape)
             if func is _T.is_contiguous:
                 return True
-            source: ValueSource | None = None
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, ReleasedParameter):
-                    source = leaf._zero.source
-                    if source is not None:
-                        source.access(leaf, getattr(func, "__name__", str(func)))
-            if source is None:
-                return func(*args, **kwargs)
-            with source.saving():
+            with ExitStack() as uses:
+                for leaf in tree_leaves((args, kwargs)):
+                    if isinstance(leaf, ReleasedParameter) and leaf._zero.source is not None:
+                        uses.enter_context(leaf._zero.source.using(leaf, getattr(func, "__name__", str(func))))
                 return func(*args, **kwargs)
 
 

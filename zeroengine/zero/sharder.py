@@ -8,14 +8,17 @@ by gathering the bucket again. What may be released is decided at the next use o
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroengine.errors import ReleasedParameterError
 from zeroengine.zero.bucket import Bucket, Residency
+from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
 from zeroengine.zero.window import GatherWindow
 
@@ -50,6 +53,27 @@ class SavedOther:
         return self.tensor
 
 
+class _Pack:
+    """Hook on a tensor that autograd saves: a reference into a bucket, or what `other` makes of it."""
+
+    __slots__ = ("sharder", "other")
+
+    def __init__(self, sharder: Sharder, other: Callable[[Tensor], Any]) -> None:
+        self.sharder = sharder
+        self.other = other
+
+    def __call__(self, t: Tensor) -> Any:
+        bucket = self.sharder.bucket_of(t)
+        if bucket is None or t.dtype is not bucket.dtype or t.is_conj() or t.is_neg():
+            return self.other(t)
+        return SavedSlice(bucket, int(t.storage_offset()), t.shape, t.stride(), bucket.version)
+
+
+def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost pair of saved-tensor hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
+
+
 @dataclass
 class _Unit:
     """A module that owns sharded parameters itself, and their buckets."""
@@ -79,7 +103,7 @@ class Sharder:
         self.module = module
         self.buckets = buckets
         self._window = window
-        self._by_storage: dict[int, Bucket] = {}
+        self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._backward_running = False
@@ -92,7 +116,7 @@ class Sharder:
         if any(b.policy.shard_params for b in buckets):
             self._install()
 
-    # --- uses -----------------------------------------------------------------------------------------------------
+    # --- uses ---------------------------------------------------------------------------------------------------
 
     def use(self, bucket: Bucket) -> None:
         """Makes the values of `bucket` whole now; releases and fetches others as the window says."""
@@ -109,8 +133,7 @@ class Sharder:
         for i in fetch:
             self.buckets[i].gather()
         bucket.wait()
-        if bucket.full is not None:
-            self._by_storage[bucket.full.untyped_storage().data_ptr()] = bucket
+        self._remember(bucket)
 
     def edited(self, bucket: Bucket) -> None:
         """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
@@ -143,8 +166,7 @@ class Sharder:
         try:
             for b in buckets:
                 b.wait()
-                if b.full is not None:
-                    self._by_storage[b.full.untyped_storage().data_ptr()] = b
+                self._remember(b)
                 for p in b.params:
                     activate(p)
                     active.append(p)
@@ -160,9 +182,7 @@ class Sharder:
                         self._release(b)
 
     def _release(self, bucket: Bucket) -> None:
-        if bucket.policy.shard_params and bucket.full is not None:
-            self._by_storage.pop(bucket.full.untyped_storage().data_ptr(), None)
-            bucket.release()
+        bucket.release()
 
     def _phase(self) -> str:
         if in_backward():
@@ -172,11 +192,13 @@ class Sharder:
             return "backward"
         return "train" if torch.is_grad_enabled() else "eval"
 
-    # --- ValueSource (residency.py) -------------------------------------------------------------------------------
+    # --- ValueSource (residency.py), and what autograd saves ----------------------------------------------------
 
-    def access(self, param: ReleasedParameter, function: str) -> None:
+    @contextlib.contextmanager
+    def using(self, param: ReleasedParameter, function: str) -> Iterator[None]:
         slot = slot_of(param)
         if slot is None:
+            yield
             return
         bucket: Bucket = slot.bucket
         if not self._frames and not in_backward():
@@ -190,27 +212,43 @@ class Sharder:
         if self._frames and bucket not in self._frames[-1].pinned:
             bucket.pins += 1
             self._frames[-1].pinned.append(bucket)
+        bucket.pins += 1  # an operation in backward has no frame, and may read another bucket as well
+        try:
+            top = _top_hooks()
+            # Hooks that were set inside the running module (activation checkpointing, offload of activations) get
+            # everything, as they do while the parameter's own module runs: a recomputation must save what forward saved.
+            ours = top is None or (isinstance(top[0], _Pack) and top[0].sharder is not self)
+            with self.saving() if ours else contextlib.nullcontext():
+                yield
+        finally:
+            bucket.pins -= 1
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before
-        # (activation checkpointing, offload of activations).
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack_other: Callable[[Tensor], Any] = outer[0] if outer else SavedOther
+        """Context in which tensors that autograd saves and that lie in a bucket are saved as `SavedSlice`s."""
+        # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before.
+        outer = _top_hooks()
         unpack_other: Callable[[Any], Tensor] = outer[1] if outer else SavedOther.unpack
-        by_storage = self._by_storage
-
-        def pack(t: Tensor) -> Any:
-            bucket = by_storage.get(_storage_of(t))
-            if bucket is None or t.dtype is not bucket.dtype:
-                return pack_other(t)
-            return SavedSlice(bucket, t.storage_offset(), t.shape, t.stride(), bucket.version)
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is SavedSlice:
                 return self._restore(packed)
             return unpack_other(packed)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(_Pack(self, outer[0] if outer else SavedOther), unpack)
+
+    def bucket_of(self, t: Tensor) -> Bucket | None:
+        """The bucket in whose gathered values `t` lies, also one that was released since: as long as the memory lives
+        it holds them."""
+        found = self._by_storage.get(_storage_of(t))
+        return None if found is None or found[1].expired() else found[0]
+
+    def _remember(self, bucket: Bucket) -> None:
+        if bucket.full is None:
+            return
+        storage = bucket.full.untyped_storage()
+        if len(self._by_storage) > 2 * len(self.buckets) + 16:
+            self._by_storage = {k: v for k, v in self._by_storage.items() if not v[1].expired()}
+        self._by_storage[storage.data_ptr()] = (bucket, StorageWeakRef(storage))
 
     def _restore(self, saved: SavedSlice) -> Tensor:
         bucket = saved.bucket
@@ -224,7 +262,7 @@ class Sharder:
             raise ReleasedParameterError(f"bucket {bucket.subject} belongs to an engine that was destroyed")
         return torch.as_strided(bucket.full, saved.shape, saved.stride, saved.offset)
 
-    # --- hooks ----------------------------------------------------------------------------------------------------
+    # --- hooks --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
         for module in self.module.modules():
@@ -236,12 +274,13 @@ class Sharder:
                     if slot.bucket not in unit.buckets:
                         unit.buckets.append(slot.bucket)
             if unit.buckets or module is self.module:
-                self._handles.append(module.register_forward_pre_hook(self._enter(unit), prepend=True))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
+                self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
 
     def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
+                self._backward_running = False
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
             frame = _Frame(module, [], [], contextlib.ExitStack())
             self._frames.append(frame)
@@ -258,6 +297,8 @@ class Sharder:
         return enter
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not any(frame.module is module for frame in self._frames):
+            return  # an earlier hook on this module raised, and it never was entered
         # After an exception in a pre-hook or inside, frames of modules further in may be left: drop them as well.
         while self._frames:
             frame = self._frames.pop()

@@ -7,8 +7,8 @@ between costs prefetching, never correctness.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Callable, Hashable
 
 _LOOKAHEAD = 64  # uses; bounds the host time of one decision
 
@@ -62,7 +62,8 @@ class GatherWindow:
         """`bucket` is used now. Returns (buckets to keep gathered, buckets to fetch, in order)."""
         record = self._records.setdefault(phase, _Record())
         record.visit(bucket)
-        keep, fetch = {bucket}, []
+        keep: set[int] = {bucket}
+        fetch: list[int] = []
         upcoming = record.upcoming()
         if not record.last and self._previous is not None:
             keep.add(self._previous)  # no prediction yet: two buckets that alternate must not be gathered in turn
@@ -75,7 +76,7 @@ class GatherWindow:
                 break
             new = not gathered(nxt)
             if self._prefetch is None:
-                wanted = not fetch
+                wanted = not ahead
             else:
                 wanted = ahead + size <= self._prefetch
             if not wanted and not (not new and distance + size <= self._reuse):
