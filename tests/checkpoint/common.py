@@ -97,3 +97,20 @@ def start(rank: int, world: int) -> None:
 
 def group(rank: int, world: int) -> dict[str, Any]:
     return {"process_group": dist.group.WORLD if world > 1 else None, "rank": rank, "world": world}
+
+
+ALONE: dict[str, Any] = {"process_group": None, "rank": 0, "world": 1}
+
+
+def tiny(value: float) -> dict[str, list[Piece]]:
+    """Two tensors on one rank, every element `value`."""
+    return {
+        "model.w": [Piece("w", torch.Size((2, 3)), 0, torch.full((6,), float(value)))],
+        "model.b": [Piece("b", torch.Size((3,)), 0, torch.full((3,), float(value)))],
+    }
+
+
+def value_of(held: dict[str, list[Piece]]) -> float | None:
+    """The value that all elements have, or None if they differ."""
+    values = {v for parts in held.values() for piece in parts for v in piece.data.tolist()}
+    return values.pop() if len(values) == 1 else None

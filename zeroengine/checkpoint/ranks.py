@@ -27,6 +27,7 @@ _REMEDIES = {
     errno.EPERM: "make the folder accessible to this user or choose another one",
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.ENOTDIR: "a part of the path is a file: choose another folder",
+    errno.EEXIST: "a file is in the way: choose another folder",
 }
 
 

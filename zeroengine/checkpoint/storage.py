@@ -53,7 +53,13 @@ class _SummingFileSystem(FileSystem):
                 yield stream
                 return
             summed = _SummedStream(cast(IO[bytes], stream))
-            yield cast(io.IOBase, summed)
+            try:
+                yield cast(io.IOBase, summed)
+            except RuntimeError as exc:
+                # torch's archive writer reports a failed write as a wrong position; the disk's own words are better
+                if summed.error is None:
+                    raise
+                raise summed.error from exc
         self.sums[Path(path).name] = (summed.size, summed.crc)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -66,11 +72,16 @@ class _SummedStream:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.size, self.crc = stream, 0, 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
         self.size += memoryview(data).nbytes
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as exc:
+            self.error = self.error or exc
+            raise
 
     def tell(self) -> int:
         return self._stream.tell()
