@@ -59,7 +59,8 @@ def user_group_counts() -> dict[str, GroupCount]:
         try:
             if not group.group_desc.startswith(OWN_GROUPS):
                 ranks = tuple(dist.get_process_group_ranks(group))
-                found[group.group_name] = GroupCount(group._get_sequence_number_for_group(), ranks)
+                counted = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in torch's stubs
+                found[group.group_name] = GroupCount(counted, ranks)
         except (KeyError, ValueError, RuntimeError):  # destroyed just now, or a backend that does not count
             continue
     return found

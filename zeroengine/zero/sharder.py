@@ -223,8 +223,7 @@ class Sharder:
             raise ReleasedParameterError(
                 f"parameter '{slot.name}' is sharded and its values are not gathered here ({function}). Read or edit it "
                 "inside `with zeroengine.zero.GatheredParameters([param]):`, save weights with "
-                "`engine.save_checkpoint`, `engine.save_16bit_model` or `engine.full_state_dict()`, and read single "
-                "tensors with `zeroengine.utils.safe_get_full_fp32_param(param)`"
+                "`engine.save_checkpoint`, `engine.save_16bit_model` or `engine.full_state_dict()`"
             )
         self.use(bucket)
         if self._frames and bucket not in self._frames[-1].pinned:
