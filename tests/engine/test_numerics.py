@@ -172,7 +172,9 @@ def test_16_bit_equals_fp32_masters_in_one_process(world: int) -> None:
 
 def test_hybrid_sharding_2x2_has_the_bits_of_flat_sharding() -> None:
     hybrid = {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
-    plans = [*variants(range(4)), *variants(range(4), changes=hybrid), *variants(range(1, 4), accumulation=4, changes=hybrid)]
+    # SGD: see below. Adam's rounding at the ends of slices would differ between 2 and 4 slices.
+    flat, nested = variants(range(4), optimizer="SGD"), variants(range(4), optimizer="SGD", changes=hybrid)
+    plans = [*flat, *nested, *variants(range(1, 4), accumulation=4, changes=hybrid)]
     by_rank = run_ranks(train, 4, plans, timeout=200)
     for ranks in by_rank:
         for stage in range(4):
@@ -198,7 +200,8 @@ def test_bits_do_not_depend_on_buckets_prefetch_or_residency() -> None:
         {"stage3_max_reuse_distance": 10**6},
         {"reduce_bucket_size": 300},
     ]
-    plans = [{**variants(range(3, 4))[0], "changes": {"zero_optimization": way}} for way in ways]
+    # SGD: torch's fused Adam rounds the last few elements of a tensor differently, and other buckets cut tensors elsewhere.
+    plans = [{**variants(range(3, 4), optimizer="SGD")[0], "changes": {"zero_optimization": way}} for way in ways]
     by_rank = run_ranks(train, 3, plans, timeout=200)
     for i, way in enumerate(ways):
         assert by_rank[0][i].losses == by_rank[0][0].losses, way

@@ -86,6 +86,11 @@ class BucketGradients:
         self._seen.clear()
 
     @property
+    def replicated(self) -> bool:
+        """The reduction goes on over replicas of this shard group."""
+        return self._replicas.size > 1
+
+    @property
     def pending(self) -> bool:
         """There are gradients that no launch has taken."""
         return any(self._fired)
@@ -127,7 +132,7 @@ class BucketGradients:
     def wait(self) -> None:
         """Completes all launches. Afterwards `reduced` holds the combined gradients of the step so far.
 
-        With replicas of shards this is where their sum is made: the caller waits for buckets in the common order.
+        With replicas of shards this is where their sum is made: a collective, in the common order of buckets.
         """
         while self._flying:
             launch = self._flying.pop(0)
@@ -142,8 +147,8 @@ class BucketGradients:
                 self._pool.give(launch.buffer)
 
     def done(self) -> bool:
-        """`wait` would not block for long."""
-        return all(launch.work.done() for launch in self._flying)
+        """`wait` would not block, and may be called whenever this rank likes: with replicas it is collective."""
+        return self._replicas.size == 1 and all(launch.work.done() for launch in self._flying)
 
     def spread(self) -> Work | None:
         """Where gradients are kept whole and every rank updates everything: brings the other slices."""

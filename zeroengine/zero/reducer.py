@@ -97,7 +97,7 @@ class Reducer:
         self._launched.append(g)
         while self._launched and self._launched[0].done():
             self._launched.pop(0).wait()
-        if self._patient and g.bucket.policy.shard_grads and len(self._launched) > _IN_FLIGHT:
+        if self._patient and g.bucket.policy.shard_grads and not g.replicated and len(self._launched) > _IN_FLIGHT:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
@@ -141,8 +141,15 @@ class Reducer:
         self._next = 0
         self._backwards += int(self._dirty)
         self._dirty = False
+        if any(g.replicated for g in self._launched):  # every rank is here: the second level of the sum can be made
+            self._wait_for_all()
         for g in self.gradients:
             g.restart()
+
+    def _wait_for_all(self) -> None:
+        for g in self._launched:
+            g.wait()
+        self._launched.clear()
 
     def finish(self) -> Contribution:
         """Completes the step's reductions. Collective."""
@@ -160,9 +167,7 @@ class Reducer:
             if facts[2 + position]:  # contributions after the launch, on some rank
                 self.gradients[position].launch()
                 self._launched.append(self.gradients[position])
-        for g in self._launched:
-            g.wait()
-        self._launched.clear()
+        self._wait_for_all()
         works = [g.spread() for g in self.gradients]
         for work in works:
             if work is not None:
