@@ -22,7 +22,7 @@ def _problems(rank: int, world: int, directory: Path, saved: int, group: dict[st
     if folder is None or folder.name != "global_step3":
         return [f"found {folder}"]
     # Other keys are whole here than when saving: stages change between runs.
-    held = pieces(rank, world, filled=False, whole=("model",))
+    held = {key: parts for key, parts in pieces(rank, world, filled=False, whole=("model",)).items() if parts}
     found = load(folder, held, **group)
     problems = [f"wrong bits of {key}" for key in wrong_bits(held)]
     if found.replicated != REPLICATED or found.world != saved or found.missing or found.unexpected or found.converted:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import pickle
 import random
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,31 @@ def test_the_same_tag_again_replaces_it(tmp_path: Path) -> None:
     _save(tmp_path / "t", 2)
     assert _load(find_checkpoint(tmp_path, **ALONE)) == 2
     assert _visible(tmp_path) == ["latest", "t"]
+
+
+@pytest.mark.parametrize("kind", ["saving", "old"])
+def test_a_crash_between_the_two_renames_loses_nothing(tmp_path: Path, kind: str) -> None:
+    """The tag's only copy is then under a hidden name: it is found there, and a later save that fails keeps it."""
+    _save(tmp_path / "t", 1)
+    (tmp_path / "t").rename(tmp_path / f".t.{kind}-host-1-0a1b")
+    assert _load(find_checkpoint(tmp_path, **ALONE)) == 1
+    assert _load(find_checkpoint(tmp_path, "t", **ALONE)) == 1
+    with pytest.raises(CheckpointError, match="do not cover"):
+        save(tmp_path / "t", {"w": []}, {}, {}, **ALONE)
+    assert _load(find_checkpoint(tmp_path, "t", **ALONE)) == 1
+    _save(tmp_path / "t", 2)
+    assert _load(find_checkpoint(tmp_path, **ALONE)) == 2 and _visible(tmp_path) == ["latest", "t"]
+
+
+def test_remains_of_dead_processes_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = socket.gethostname().replace("-", "_")
+    names = {pid: f".other.saving-{host}-{pid}-0a1b" for pid in (dead.pid, os.getppid())}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+    _save(tmp_path / "t", 1)
+    assert _visible(tmp_path) == [names[os.getppid()], "latest", "t"]
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -161,20 +189,23 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 class _Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __reduce__(self) -> Any:
-        return (Path.touch, (Path("/tmp/zeroengine-must-not-exist"),))
+        return (Path.touch, (self.path,))
 
 
 def test_the_index_runs_no_code(tmp_path: Path) -> None:
     _save(tmp_path / "a", 1)
     index, marker = tmp_path / "a" / ".metadata", tmp_path / "a" / "complete.json"
-    index.write_bytes(pickle.dumps(_Evil()))
+    index.write_bytes(pickle.dumps(_Evil(tmp_path / "touched")))
     fields = json.loads(marker.read_text())
     fields["files"][".metadata"][0] = index.stat().st_size
     marker.write_text(json.dumps(fields))
     with pytest.raises(CheckpointError, match=r"\.metadata is damaged or not of a checkpoint.*which no index"):
         _load(tmp_path / "a", verify=False)
-    assert not Path("/tmp/zeroengine-must-not-exist").exists()
+    assert not (tmp_path / "touched").exists()
 
 
 def test_missing_and_unexpected_keys(tmp_path: Path) -> None:

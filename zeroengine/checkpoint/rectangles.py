@@ -38,7 +38,7 @@ def _cut(dims: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[in
         return
     row = math.prod(dims[1:])
     first, last = start // row, (end - 1) // row
-    if first == last and end - start < row:
+    if first == last:
         yield from _in_row(first, dims[1:], start - first * row, end - first * row)
         return
     if start % row:
