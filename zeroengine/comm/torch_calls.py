@@ -59,7 +59,7 @@ def user_group_counts() -> dict[str, GroupCount]:
         try:
             if not group.group_desc.startswith(OWN_GROUPS):
                 ranks = tuple(dist.get_process_group_ranks(group))
-                found[group.group_name] = GroupCount(group._get_sequence_number_for_group(), ranks)
+                found[group.group_name] = GroupCount(group._get_sequence_number_for_group(), ranks)  # type: ignore[attr-defined]
         except (KeyError, ValueError, RuntimeError):  # destroyed just now, or a backend that does not count
             continue
     return found
