@@ -26,7 +26,7 @@ import torch.distributed as dist
 from zeroengine.comm.lane import Lane
 from zeroengine.comm.status import PeerView, Status, Wait
 from zeroengine.comm.torch_calls import CallWatch, user_group_counts
-from zeroengine.comm.whereabouts import MainThread, machine_id, process_start
+from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start
 from zeroengine.errors import RankError
 from zeroengine.logging import logger
 
@@ -64,7 +64,7 @@ class Monitor:
         self._store_closed = False
         pid = os.getpid()
         self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
-        self._main, self._calls = MainThread(), CallWatch()
+        self._calls = CallWatch()
         self._beat = 0
         self._write()
         self._thread = threading.Thread(target=self._run, name="zeroengine health", daemon=True)
@@ -196,7 +196,7 @@ class Monitor:
         self._store.set(_key(self.rank), self._status().pack())
 
     def _status(self) -> Status:
-        place = self._main.place()
+        place = main_thread_place()
         call_ranks = self._calls.ranks(place.line, place.call, user_group_counts())
         now = time.monotonic()
         with self._lock:
