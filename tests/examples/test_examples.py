@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.examples.launch import EXAMPLES, run_example, start_example
+from tests.examples.launch import EXAMPLES, ROOT, run_example, start_example
 
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.json"))
 TINY = ("--max-length", 48, "--new-tokens", 4, "--eval-pairs", 5)
@@ -137,6 +139,29 @@ def test_gpt_learns_with_every_config(config: Path) -> None:
     assert float(found.group(2)) < float(found.group(1)), out
 
 
+def test_an_example_starts_under_zerorun() -> None:
+    options = "--steps 2 --layers 1 --width 64 --length 32 --bytes 10000".split()
+    command = [sys.executable, str(ROOT / "bin" / "zerorun"), "--nproc", "2", str(EXAMPLES / "train_gpt.py"), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "after 2 steps" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--config", "none.json"), "none.json does not exist"),
+        (("--width", "100"), "--width must be a multiple of 64, not 100"),
+        (("--bytes", "500"), "--bytes 500: a tenth is held out"),
+        (("--steps", "0"), "--steps, --layers and --length must be at least 1"),
+    ],
+    ids=lambda value: value[0][2:] if isinstance(value, tuple) else "",
+)
+def test_gpt_refuses_bad_flags_on_every_rank(flags: tuple[str, str], message: str) -> None:
+    for rank, end in enumerate(start_example("train_gpt.py", *flags, timeout=60)):
+        assert end.code != 0 and message in end.err.splitlines()[-1], f"rank {rank} ended with {end.code}\n{end.err}"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -163,6 +188,7 @@ def test_every_rank_refuses_bad_input(inputs: dict[str, Path], options: dict[str
         ({"--config": "none.json"}, "none.json does not exist"),
         ({"--config": "tensor.json"}, "leave out mesh.pp, mesh.cp, mesh.tp"),
         ({"--resume": "none"}, "no folder 'checkpoint'"),
+        ({"--output": "single.jsonl"}, "single.jsonl: cannot be made (File exists)"),
         ({"--model": "none"}, "no such file or folder"),
         ({"--model": "."}, "not a Hugging Face folder"),
         ({"--model": "broken.jsonl"}, "neither a Hugging Face folder nor a .gguf file"),
@@ -232,7 +258,7 @@ def inputs(tiny_model: Path, pairs_file: Path, tmp_path_factory: pytest.TempPath
 
 def arguments(inputs: dict[str, Path], options: dict[str, str]) -> list[object]:
     """The flags of a tiny run, `options` in place of the good ones; a path is relative to the folder of bad inputs."""
-    paths = ("--config", "--model", "--data", "--resume")
+    paths = ("--config", "--model", "--data", "--output", "--resume")
     chosen = {name: inputs["--output"].parent / value if name in paths else value for name, value in options.items()}
     merged = {"--max-length": 48, "--new-tokens": 4, **inputs, **chosen}
     return [part for pair in merged.items() for part in pair]
