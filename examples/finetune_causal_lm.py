@@ -166,22 +166,24 @@ def load_model(folder: Path, gguf_file: str | None, args: argparse.Namespace) ->
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    say(f"Loading {folder / gguf_file if gguf_file else folder} ...")
+    source = folder / gguf_file if gguf_file else folder
+    say(f"Loading {source} ...")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **extra)
         auto_model: Any = transformers.AutoModelForCausalLM
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar from every rank
             model, report = auto_model.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **extra)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise BadInput(f"--model {folder}: cannot be loaded as a causal language model ({reason})") from error
+    except Exception as error:  # a file can be bad in as many ways as there are libraries that read it
+        reason = " ".join(str(error).split())[:200]
+        problem = f"{type(error).__name__}: {reason}"
+        raise BadInput(f"--model {source}: cannot be loaded as a causal language model ({problem})") from error
     if report["missing_keys"]:  # transformers would start these from random numbers
         missing = sorted(report["missing_keys"])
-        raise BadInput(f"--model {folder}: {len(missing)} weights are missing in its files, the first is {missing[0]}")
+        raise BadInput(f"--model {source}: {len(missing)} weights are missing in its files, the first is {missing[0]}")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise BadInput(f"--model {folder}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows}")
+        raise BadInput(f"--model {source}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows}")
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if args.max_length + args.new_tokens > context:
         raise BadInput(
@@ -189,7 +191,7 @@ def load_model(folder: Path, gguf_file: str | None, args: argparse.Namespace) ->
         )
     if getattr(model, "hf_quantizer", None) is not None:
         if gguf_file is None:
-            raise BadInput(f"--model {folder}: quantized weights cannot be trained; give the unquantized model")
+            raise BadInput(f"--model {source}: quantized weights cannot be trained; give the unquantized model")
         model.hf_quantizer.remove_quantization_config(model)  # reading .gguf made plain weights; save them as such
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -194,6 +194,9 @@ def test_every_rank_refuses_bad_input(inputs: dict[str, Path], options: dict[str
         ({"--model": "broken.jsonl"}, "neither a Hugging Face folder nor a .gguf file"),
         ({"--model": "foreign"}, "cannot be loaded as a causal language model"),
         ({"--model": "empty"}, "cannot be loaded as a causal language model"),
+        ({"--model": "cut"}, "cannot be loaded as a causal language model (SafetensorError"),
+        ({"--model": "wordless"}, "wordless: "),
+        ({"--model": "cut.gguf"}, "cut.gguf: cannot be loaded as a causal language model"),
         ({"--model": "partial"}, "1 weights are missing in its files, the first is model.norm.weight"),
         ({"--model": "small"}, "its tokenizer has 294 tokens, its embedding only 10"),
         ({"--data": "single.jsonl"}, "no held-out example"),
@@ -243,10 +246,14 @@ def inputs(tiny_model: Path, pairs_file: Path, tmp_path_factory: pytest.TempPath
     write_config(folder / "good.json", 2, 1)
     write_config(folder / "typo.json", 2, 1, gradient_cliping=1.0)
     write_config(folder / "tensor.json", 2, 1, mesh={"tp": 2})
-    for name in ("foreign", "empty", "partial", "small"):
+    for name in ("foreign", "empty", "cut", "wordless", "partial", "small"):
         shutil.copytree(tiny_model, folder / name)
     (folder / "foreign" / "config.json").write_text('{"model_type": "no_such_type"}')
     (folder / "empty" / "model.safetensors").unlink()
+    (folder / "cut" / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes()[:1000])
+    (folder / "cut.gguf").write_bytes(b"GGUF")
+    for path in (folder / "wordless").glob("tokenizer*"):
+        path.unlink()
     whole = load_file(tiny_model / "model.safetensors")
     save_file({k: v for k, v in whole.items() if k != "model.norm.weight"}, folder / "partial" / "model.safetensors")
     whole["model.embed_tokens.weight"] = whole["model.embed_tokens.weight"][:10].clone()
