@@ -123,7 +123,9 @@ class Monitor:
         *this* one gone look further; `record_end` will say the same, if it is reached."""
         if self._end is None:
             self._end = ("failed", error[-_ERROR_CHARACTERS:], True)
+            self._sent.clear()
             self._wake.set()
+            self._sent.wait(_GOODBYE_SECONDS)  # the caller may end the process as soon as it has the error
 
     def busy(self) -> bool:
         """Whether a thread of this process is inside a collective."""
