@@ -225,7 +225,9 @@ def finetune(
     collate = Collate(pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     engine, _, loader, _ = zeroengine.initialize(model=model, config=config, training_data=train, collate_fn=collate)
     if args.resume:
-        engine.load_checkpoint(str(args.resume / "checkpoint"))
+        loaded, _ = engine.load_checkpoint(args.resume / "checkpoint")
+        if loaded is None:
+            raise BadInput(f"--resume {args.resume}: no complete checkpoint in it")
         say(f"Resumed from {args.resume} after step {engine.global_steps}")
         if engine.global_steps >= args.steps:
             raise BadInput(f"--resume {args.resume}: already at step {engine.global_steps}; --steps must be larger")
@@ -245,7 +247,7 @@ def finetune(
     say(f"Held-out loss after: {after:.4f} (before {before:.4f}, {100 * (after / before - 1):+.1f} %)")
     say(f"Generated after:\n{indented(tokenizer.decode(generate(engine, prompt, args.new_tokens, collate)))}")
 
-    engine.save_checkpoint(str(args.output / "checkpoint"))
+    engine.save_checkpoint(args.output / "checkpoint")
     say(f"Checkpoint: {args.output / 'checkpoint'} (continue with --resume {args.output})")
     export(engine, tokenizer, args.output / "model")
     engine.destroy()
@@ -256,7 +258,7 @@ def train_steps(engine: Any, loader: Any, args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     accumulation = engine.gradient_accumulation_steps()
-    batches = endless(loader, skip=engine.global_steps * accumulation)
+    batches = batches_after(loader, engine.global_steps * accumulation)
     bar = tqdm(total=args.steps, initial=engine.global_steps, unit="step", disable=RANK != 0, mininterval=1.0)
     engine.train()
     for step in range(engine.global_steps + 1, args.steps + 1):
@@ -281,14 +283,14 @@ def train_steps(engine: Any, loader: Any, args: argparse.Namespace) -> None:
         )
         bar.update()
         if args.save_every and step % args.save_every == 0 and step < args.steps:
-            engine.save_checkpoint(str(args.output / "checkpoint"))
+            engine.save_checkpoint(args.output / "checkpoint")
     bar.close()
 
 
-def endless(loader: Any, skip: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches epoch after epoch, each in its own order, without the first `skip`, which a resumed run has seen."""
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    return itertools.islice(batches, skip, None)
+def batches_after(loader: Any, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches epoch after epoch, each in its own order, going on after the first `consumed` ones of a whole run."""
+    loader.epoch, skip = divmod(consumed, len(loader))
+    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), skip, None)
 
 
 def on_device(batch: dict[str, torch.Tensor], engine: Any) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ WORDS = "red green blue one two three cat dog bird sun moon star".split()
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a two-layer Llama of width 32 with tied embeddings, and a byte-level tokenizer of at most 300 tokens."""
+    """A folder with a two-layer Llama of width 32 with tied embeddings, and a tokenizer of at most 300 tokens."""
     torch = pytest.importorskip("torch")
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")

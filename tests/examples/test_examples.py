@@ -80,16 +80,40 @@ def test_a_token_weighs_the_same_on_every_rank(tiny_model: Path, pairs_file: Pat
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
-    config = EXAMPLES / "configs" / "zero3.json"
+    """To the last bit, also when it was interrupted in the middle of its second epoch."""
+    config = write_config(tmp_path / "config.json", 8, 2, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
     options = ("--config", config, "--model", tiny_model, "--data", pairs_file, *TINY)
-    run_example("finetune_causal_lm.py", *options, "--steps", 4, "--output", tmp_path / "whole")
-    run_example("finetune_causal_lm.py", *options, "--steps", 2, "--output", tmp_path / "half")
-    resumed = ("--steps", 4, "--output", tmp_path / "rest", "--resume", tmp_path / "half")
-    out = run_example("finetune_causal_lm.py", *options, *resumed)
-    assert "after step 2" in out
-    whole, rest, half = weights(tmp_path / "whole"), weights(tmp_path / "rest"), weights(tmp_path / "half")
-    assert all(whole[name].equal(rest[name]) for name in whole)
-    assert not all(whole[name].equal(half[name]) for name in whole)
+    whole = ("--steps", 8, "--save-every", 5, "--output", tmp_path / "whole")
+    run_example("finetune_causal_lm.py", *options, *whole)
+    expected = weights(tmp_path / "whole")
+    interrupted = tmp_path / "interrupted" / "checkpoint"
+    shutil.copytree(tmp_path / "whole" / "checkpoint" / "global_step5", interrupted / "global_step5")
+    out = run_example(
+        "finetune_causal_lm.py", *options, "--steps", 8, "--output", tmp_path / "rest", "--resume", interrupted.parent
+    )
+    assert "after step 5" in out
+    rest = weights(tmp_path / "rest")
+    assert all(expected[name].equal(rest[name]) for name in expected)
+
+
+def test_resuming_a_run_that_is_over_is_refused(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json", 2, 1)
+    options = (
+        "--config",
+        config,
+        "--model",
+        tiny_model,
+        "--data",
+        pairs_file,
+        "--output",
+        tmp_path,
+        "--steps",
+        1,
+        *TINY,
+    )
+    run_example("finetune_causal_lm.py", *options)
+    for rank, end in enumerate(start_example("finetune_causal_lm.py", *options, "--resume", tmp_path)):
+        assert end.code == 2 and f"rank {rank}: error: --resume" in end.err and "--steps must be larger" in end.err
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
