@@ -110,11 +110,10 @@ class Monitor:
         The rank that keeps the store stays for up to two more while others have not ended: they may be about to read
         why somebody failed.
         """
-        if self._end is not None and self._end[0] == "failed":
-            return
-        self._end = (state, error[-_ERROR_CHARACTERS:], secondary)
-        self._sent.clear()
-        self._wake.set()
+        if self._end is None or self._end[0] != "failed":
+            self._end = (state, error[-_ERROR_CHARACTERS:], secondary)
+            self._sent.clear()
+            self._wake.set()
         keeper = self.rank == self.store_host
         self._sent.wait(_GOODBYE_SECONDS + (_LINGER_SECONDS if keeper else 0.0))
 
@@ -123,7 +122,9 @@ class Monitor:
         *this* one gone look further; `record_end` will say the same, if it is reached."""
         if self._end is None:
             self._end = ("failed", error[-_ERROR_CHARACTERS:], True)
+            self._sent.clear()
             self._wake.set()
+            self._sent.wait(_GOODBYE_SECONDS)  # the caller may end the process as soon as it has the error
 
     def busy(self) -> bool:
         """Whether a thread of this process is inside a collective."""
@@ -271,7 +272,7 @@ def _install_hooks(monitor: Monitor) -> None:
             text = "".join(traceback.format_exception_only(kind, error)).strip()
             monitor.record_end("failed", text, isinstance(error, RankError))
         previous(kind, error, trace)
-        if os.getpid() == pid and monitor.busy():
+        if os.getpid() == pid and (monitor.busy() or isinstance(error, RankError)):
             _leave_at_once(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def bye() -> None:
@@ -284,7 +285,8 @@ def _install_hooks(monitor: Monitor) -> None:
 
 
 def _leave_at_once(code: int) -> None:
-    """Ends the process after an uncaught error while a thread is in a collective that will not end.
+    """Ends the process after an uncaught error while a thread is in a collective that will not end, or just left one whose
+    group is broken.
 
     The thread cannot be interrupted: Gloo has no abort. If its peer closes the connection while the interpreter is
     being taken down, the thread comes back into an interpreter that is no more and ends the process with SIGABRT
