@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import psutil
 import torch
 
 
@@ -21,8 +20,3 @@ def local_device() -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0")) % max(torch.accelerator.device_count(), 1)
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
-
-
-def process_bytes() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)

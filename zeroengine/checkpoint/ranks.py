@@ -57,12 +57,7 @@ class Ranks:
         If it raises anywhere, every rank raises CheckpointError with the texts of all that failed: no rank is left
         waiting for one that has gone. `doing` names the phase, as in "saving /ckpt/global_step3".
         """
-        result: T | None = None
-        raised: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as exc:  # an interrupt too: the others must hear of it before this rank leaves
-            raised = exc
+        result, raised = _attempt(work)
         outcomes = self._exchange(doing, (None if raised is None else describe(raised), result))
         if raised is not None and not isinstance(raised, Exception):
             raise raised
@@ -119,12 +114,7 @@ def agree(work: Callable[[], T], doing: str, control: Communicator) -> T:
     If it raises anywhere, every rank raises CheckpointError with the texts of all that failed; see `Ranks.phase`.
     Unlike there, results are not exchanged, and the agreement goes through a communicator of the engine.
     """
-    result: T | None = None
-    raised: BaseException | None = None
-    try:
-        result = work()
-    except BaseException as exc:  # an interrupt too: the others must hear of it before this rank leaves
-        raised = exc
+    result, raised = _attempt(work)
     text = b"" if raised is None else describe(raised).encode("utf-8")[:_LONGEST]
     lengths = control.exchange(torch.tensor([len(text)]), doing).flatten().tolist()
     if max(lengths) == 0:
@@ -140,6 +130,14 @@ def agree(work: Callable[[], T], doing: str, control: Communicator) -> T:
         if length
     }
     raise failure(doing, told, control.size) from raised
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What `work` returned or raised; an interrupt too: the others must hear of it before this rank leaves."""
+    try:
+        return work(), None
+    except BaseException as exc:
+        return None, exc
 
 
 def failure(doing: str, failures: dict[int, str], world: int) -> CheckpointError:

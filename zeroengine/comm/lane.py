@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -161,24 +160,3 @@ class Lane:
         with self._lock:
             self._pending.pop(operation.index, None)
         operation.finish()
-
-
-class PatientWatch:
-    """A watch without knowledge of other ranks: waits up to `stall_timeout` seconds. For groups without a monitor."""
-
-    def __init__(self, stall_timeout: float) -> None:
-        self.stall_timeout = stall_timeout
-
-    def watch(self, lane: Lane) -> None:
-        return
-
-    def unwatch(self, lane: Lane) -> None:
-        return
-
-    def until(self, operation: Operation) -> None:
-        deadline = time.monotonic() + self.stall_timeout
-        if not operation.finished_within(deadline - time.monotonic()):
-            operation.lane.poison(TimeoutError(f"{operation.describe()} did not end within {self.stall_timeout:g} s"))
-
-    def explain(self, lane: Lane, what: str, error: Exception) -> Exception:
-        return error

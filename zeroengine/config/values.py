@@ -182,7 +182,6 @@ def choice(*names: str) -> BeforeValidator:
 Integer = Annotated[int, BeforeValidator(_integer(None))]
 PositiveInteger = Annotated[int, BeforeValidator(_integer(1))]
 Count = Annotated[int, BeforeValidator(_integer(0))]
-Real = Annotated[float, BeforeValidator(_real("a finite number", lambda x: True))]
 PositiveReal = Annotated[float, BeforeValidator(_real("a finite number above 0", lambda x: x > 0))]
 NonNegativeReal = Annotated[float, BeforeValidator(_real("a finite number of 0 or more", lambda x: x >= 0))]
 Fraction = Annotated[float, BeforeValidator(_real("a number from 0 to 1", lambda x: 0 <= x <= 1))]

@@ -15,7 +15,7 @@ from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
-from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.mechanism import Mechanism, compute_dtype
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0, logger
@@ -72,8 +72,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With 16-bit weights, fp32 tensors among the arguments are cast to their type."""
-        if self.settings.dtype != "fp32":
-            dtype = torch.bfloat16 if self.settings.dtype == "bf16" else torch.float16
+        dtype = compute_dtype(self.settings)
+        if dtype is not None:
 
             def cast(x: Any) -> Any:
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x

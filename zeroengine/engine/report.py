@@ -24,7 +24,7 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     parameters += sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
     gathered = sum(_nbytes(b.full) for b in mechanism.buckets if b.policy.shard_params)
     pools = mechanism.pool.bytes()
-    for comm in (mechanism.groups.params, mechanism.groups.grads, mechanism.groups.replicas, mechanism.groups.control):
+    for comm in mechanism.groups.all:
         pools += int(getattr(comm, "pool_bytes", int)())
     return {
         "parameters": parameters,
@@ -38,39 +38,34 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
 def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes at rest after a step that the layout predicts, for the kinds that live on."""
     parameters = sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
-    gradients = optimizer = 0
-    has_optimizer = mechanism.optimizer is not None
-    moments = _moments(mechanism)
     for bucket in mechanism.buckets:
-        layout, policy, item = bucket.layout, bucket.policy, bucket.dtype.itemsize
-        parameters += item * (layout.shard_numel if policy.shard_params else layout.padded)
-        if not (bucket.trainable and has_optimizer):
-            continue
-        wide = torch.promote_types(bucket.dtype, torch.float32).itemsize
-        gradients += wide * (layout.shard_numel if policy.shard_grads else layout.padded)
-        mine = layout.shard_numel if policy.shard_state else layout.padded
-        if item < wide:
-            optimizer += wide * mine
+        held = bucket.layout.shard_numel if bucket.policy.shard_params else bucket.layout.padded
+        parameters += bucket.dtype.itemsize * held
+    gradients = optimizer = 0
+    moments = _moments(mechanism)
+    for g in mechanism.gradients:
+        bucket, layout, policy = g.bucket, g.bucket.layout, g.bucket.policy
+        gradients += g.rule.accumulate.itemsize * (layout.shard_numel if policy.shard_grads else layout.padded)
         lo, hi = (bucket.own.start, bucket.own.stop) if policy.shard_state else (0, layout.padded)
-        for s in layout.segments(lo, hi):
-            optimizer += wide * moments * (s.end - s.start)
+        wide = torch.promote_types(bucket.dtype, torch.float32).itemsize
+        if bucket.dtype.itemsize < wide:  # a master of its own
+            optimizer += wide * (hi - lo)
+        optimizer += wide * moments * sum(s.end - s.start for s in layout.segments(lo, hi))
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
 
 
 def traffic(mechanism: Mechanism) -> dict[str, int]:
     """Bytes that this rank has sent since the last reset, by "group.operation", and their total."""
     found: dict[str, int] = {}
-    groups = mechanism.groups
-    for comm in (groups.params, groups.grads, groups.replicas, groups.control):
+    for comm in mechanism.groups.all:
         for kind, sent in comm.traffic.bytes.items():
             found[f"{comm.name}.{kind}"] = found.get(f"{comm.name}.{kind}", 0) + sent
-    moved = [v for k, v in found.items() if not k.startswith(groups.control.name + ".")]
+    moved = [v for k, v in found.items() if not k.startswith(mechanism.groups.control.name + ".")]
     return {**found, "total": sum(moved)}
 
 
 def reset_traffic(mechanism: Mechanism) -> None:
-    groups = mechanism.groups
-    for comm in (groups.params, groups.grads, groups.replicas, groups.control):
+    for comm in mechanism.groups.all:
         comm.traffic.reset()
 
 
@@ -78,25 +73,20 @@ def planned_traffic(mechanism: Mechanism, accumulation: int) -> int:
     """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, each of which
     reads every bucket's values once in forward and once in backward: Rajbhandari et al. (2020), section 7."""
     total = 0.0
-    groups = mechanism.groups
-    share = (groups.params.size - 1) / groups.params.size
+    shards, replicas = mechanism.groups.params.size, mechanism.groups.replicas.size
+    share = (shards - 1) / shards
     for bucket in mechanism.buckets:
-        layout, policy = bucket.layout, bucket.policy
-        values = layout.padded * bucket.dtype.itemsize * share
-        if policy.shard_params:
-            total += 2 * accumulation * values
-        if not bucket.trainable:
-            continue
-        wire = torch.promote_types(bucket.dtype, torch.float32).itemsize
-        reduction = layout.padded * wire * share
-        total += reduction * (accumulation if policy.shard_grads else 1)
-        if not policy.shard_state:
-            total += reduction  # the reduced gradients' other slices
-        elif not policy.shard_params:
-            total += values  # the updated values
-        replicas = groups.replicas.size
+        if bucket.policy.shard_params:
+            total += 2 * accumulation * bucket.layout.padded * bucket.dtype.itemsize * share
+    for g in mechanism.gradients:
+        layout, policy, sums = g.bucket.layout, g.bucket.policy, g.rule.accumulate.itemsize
         rounds = accumulation if policy.shard_grads else 1
-        total += rounds * 2 * layout.shard_numel * wire * (replicas - 1) / replicas
+        total += rounds * layout.padded * g.rule.wire.itemsize * share
+        total += rounds * 2 * layout.shard_numel * sums * (replicas - 1) / replicas
+        if not policy.shard_state:
+            total += layout.padded * sums * share  # the reduced gradients' other slices
+        elif not policy.shard_params:
+            total += layout.padded * g.bucket.dtype.itemsize * share  # the updated values
     return round(total)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,11 +122,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
             )
         self._sharder.verify()
-        used = self.reducer.finish().used
+        used = self.reducer.finish()
         self._sharder.end_backward()
         gradients = self.reducer.gradients
         norm = global_norm(gradients, self._shard_ranks, self._control)
-        finite = norm == norm and norm not in (float("inf"), float("-inf"))
+        finite = math.isfinite(norm)
         clipped = False
         if finite:
             factor = clip_factor(norm, self.max_norm)

@@ -71,12 +71,12 @@ class FlatMaster:
             for s in layout.segments(start, end):
                 yield s.index, s.start, s.end, start - origin + s.at
 
-    def link(self, used: frozenset[str] | None) -> None:
+    def link(self, used: frozenset[str]) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters get None, as in torch."""
         grads = self.gradients.updated
         for parts in self.parts.values():
             for part in parts:
-                if used is not None and part.name not in used:
+                if part.name not in used:
                     part.view.grad = None
                     continue
                 grad = grads[part.at : part.at + part.view.numel()].view(part.view.shape)

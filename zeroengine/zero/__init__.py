@@ -1,6 +1,6 @@
 """The mechanism: buckets, the stage table, residency, prefetch, reduction; and the public names of `deepspeed.zero`."""
 
-from zeroengine.zero.gathered import GatheredParameters, gathered_module
+from zeroengine.zero.gathered import GatheredParameters
 from zeroengine.zero.policy import STAGES, Policy
 
-__all__ = ["STAGES", "GatheredParameters", "Policy", "gathered_module"]
+__all__ = ["STAGES", "GatheredParameters", "Policy"]

@@ -38,16 +38,16 @@ class Groups:
     control: Communicator
 
     @property
+    def all(self) -> tuple[Communicator, ...]:
+        return self.params, self.grads, self.replicas, self.control
+
+    @property
     def rank(self) -> int:
         return self.control.ranks[self.control.rank]
 
     @property
     def data_parallel_size(self) -> int:
         return self.grads.size * self.replicas.size
-
-
-def named_trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in module.named_parameters() if p.requires_grad]
 
 
 def check_free(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,10 +93,3 @@ def _digest(bucket: Bucket) -> Tensor:
     first = words.sum(dtype=torch.int64) + tail.sum(dtype=torch.int64)
     second = (words * weights).sum() + 3 * tail.sum(dtype=torch.int64)
     return torch.stack([first, second]).cpu()
-
-
-@contextlib.contextmanager
-def gathered_module(module: nn.Module) -> Iterator[None]:
-    """Gathers every parameter of `module` once, for a whole rollout or evaluation. Collective."""
-    with GatheredParameters(list(module.parameters())):
-        yield

@@ -45,7 +45,7 @@ class BucketGradients:
         self, bucket: Bucket, rule: GradientRule, shard_comm: Communicator, replica_comm: Communicator, pool: BufferPool
     ) -> None:
         self.bucket = bucket
-        self._rule = rule
+        self.rule = rule
         self._comm = shard_comm
         self._replicas = replica_comm
         self._pool = pool
@@ -99,12 +99,16 @@ class BucketGradients:
         if self._open is None:
             layout, device = self.bucket.layout, self.bucket.device
             if self.bucket.policy.shard_grads or self._filled:
-                self._open = self._pool.take(layout.padded, self._rule.accumulate, device)
+                self._open = self._pool.take(layout.padded, self.rule.accumulate, device)
             else:
-                if self._home is None:
-                    self._home = torch.empty(layout.padded, dtype=self._rule.accumulate, device=device)
-                self._open = self._home
+                self._open = self._at_home()
         return self._open
+
+    def _at_home(self) -> Tensor:
+        if self._home is None:
+            layout, device = self.bucket.layout, self.bucket.device
+            self._home = torch.empty(layout.padded, dtype=self.rule.accumulate, device=device)
+        return self._home
 
     # --- reducing -------------------------------------------------------------------------------------------------
 
@@ -117,16 +121,15 @@ class BucketGradients:
         buffer[self.bucket.layout.numel :].zero_()
         self._open, self._fired = None, [0] * len(self._fired)
         self._seen.clear()
-        wire = buffer if self._rule.wire is self._rule.accumulate else buffer.to(self._rule.wire)
+        wire = buffer if self.rule.wire is self.rule.accumulate else buffer.to(self.rule.wire)
         free = None if buffer is self._home else buffer
-        target, subject, scale = self._target(), self.bucket.subject, self._rule.scale
-        if self._replicas.size == 1:
+        target, subject, scale = self._target(), self.bucket.subject, self.rule.scale
+        part = torch.empty_like(target) if self.replicated else None
+        if part is None:
             work = self._comm.reduce_scatter(target, wire, subject, scale=scale, accumulate=self._filled)
-            self._flying.append(_Launch(work, free, None, self._filled))
         else:
-            part = torch.empty_like(target)
             work = self._comm.reduce_scatter(part, wire, subject)
-            self._flying.append(_Launch(work, free, part, self._filled))
+        self._flying.append(_Launch(work, free, part, self._filled))
         self._filled = True
 
     def wait(self) -> None:
@@ -138,7 +141,7 @@ class BucketGradients:
             launch = self._flying.pop(0)
             launch.work.wait()
             if launch.part is not None:
-                self._replicas.all_reduce(launch.part, self.bucket.subject, scale=self._rule.scale).wait()
+                self._replicas.all_reduce(launch.part, self.bucket.subject, scale=self.rule.scale).wait()
                 if launch.accumulate:
                     self._target().add_(launch.part)
                 else:
@@ -148,7 +151,7 @@ class BucketGradients:
 
     def done(self) -> bool:
         """`wait` would not block, and may be called whenever this rank likes: with replicas it is collective."""
-        return self._replicas.size == 1 and all(launch.work.done() for launch in self._flying)
+        return not self.replicated and all(launch.work.done() for launch in self._flying)
 
     def spread(self) -> Work | None:
         """Where gradients are kept whole and every rank updates everything: brings the other slices."""
@@ -160,12 +163,10 @@ class BucketGradients:
         if self.bucket.policy.shard_grads:
             if self._slice is None:
                 self._slice = torch.empty(
-                    self.bucket.layout.shard_numel, dtype=self._rule.accumulate, device=self.bucket.device
+                    self.bucket.layout.shard_numel, dtype=self.rule.accumulate, device=self.bucket.device
                 )
             return self._slice
-        if self._home is None:
-            self._home = torch.empty(self.bucket.layout.padded, dtype=self._rule.accumulate, device=self.bucket.device)
-        return self._home[self.bucket.own]
+        return self._at_home()[self.bucket.own]
 
     # --- results --------------------------------------------------------------------------------------------------
 
@@ -183,8 +184,7 @@ class BucketGradients:
         """Forgets the step's gradients; buffers that live on are kept."""
         self.wait()
         if self._open is not None and self._open is not self._home:
-            buffer, self._open = self._open, None
-            self._pool.give(buffer)
+            self._pool.give(self._open)
         self._open, self._filled = None, False
         self._fired = [0] * len(self._fired)
         self._seen.clear()

@@ -2,14 +2,13 @@
 
 A hook on each trainable parameter moves its finished gradient into the bucket's buffer. A complete bucket is launched
 once all buckets before it in the order have been: a parameter that one rank does not use delays, it never reorders. What
-is left at the end of a backward is launched by `flush`, with zeros for what did not contribute.
+is left at the end of a micro-batch is launched then, with zeros for what did not contribute.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +17,10 @@ from torch import Tensor, nn
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError
 from zeroengine.zero.gradients import BucketGradients
-from zeroengine.zero.residency import slot_of
 
 _IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
 _PATIENCE = 1.0  # seconds; longer means that a peer cannot launch yet, and waiting for it could be a deadlock
 _POLL = 0.0002
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What the ranks agreed on at the end of a step: names of parameters that got a gradient on some rank."""
-
-    used: frozenset[str]
 
 
 class Reducer:
@@ -44,6 +35,7 @@ class Reducer:
         self.scale = 1.0
         self.synchronize = True
         self._control = control
+        self._names = [spec.name for g in gradients for spec in g.bucket.layout.specs]
         self._order = list(reversed(range(len(gradients))))
         self._finished: list[int] = []  # order in which buckets completed, until it is agreed
         self._order_agreed = False
@@ -62,8 +54,7 @@ class Reducer:
 
     def _hook(self, position: int, index: int) -> Callable[[nn.Parameter], None]:
         g = self.gradients[position]
-        slot = slot_of(g.bucket.params[index])
-        name = slot.name if slot is not None else ""
+        name = g.bucket.layout.specs[index].name
 
         def on_gradient(param: Tensor) -> None:
             grad = param.grad
@@ -151,20 +142,19 @@ class Reducer:
             g.wait()
         self._launched.clear()
 
-    def finish(self) -> Contribution:
-        """Completes the step's reductions. Collective."""
+    def finish(self) -> frozenset[str]:
+        """Completes the step's reductions; names of the parameters that got a gradient on some rank. Collective."""
         self.synchronize = True
         self._flush()
         self._end_micro_batch()
-        names = [spec.name for g in self.gradients for spec in g.bucket.layout.specs]
-        facts = torch.zeros(2 + len(self.gradients) + len(names), dtype=torch.int32)
-        facts[0], facts[1] = self._backwards, -self._backwards
-        facts[2 : 2 + len(self.gradients)] = torch.tensor([g.pending for g in self.gradients], dtype=torch.int32)
-        facts[2 + len(self.gradients) :] = torch.tensor([n in self._used for n in names], dtype=torch.int32)
+        late = [int(g.pending) for g in self.gradients]
+        used = [int(n in self._used) for n in self._names]
+        facts = torch.tensor([self._backwards, -self._backwards, *late, *used], dtype=torch.int32)
         self._control.all_reduce(facts, "micro-batches and used parameters of the step", op="max").wait()
-        self._check_counts(int(facts[0]), -int(facts[1]))
+        most, least, *flags = facts.tolist()
+        self._check_counts(most, -least)
         for position in self._order:
-            if facts[2 + position]:  # contributions after the launch, on some rank
+            if flags[position]:  # contributions after the launch, on some rank
                 self.gradients[position].launch()
                 self._launched.append(self.gradients[position])
         self._wait_for_all()
@@ -173,8 +163,7 @@ class Reducer:
             if work is not None:
                 work.wait()
         self._agree_on_order()
-        used = frozenset(n for n, flag in zip(names, facts[2 + len(self.gradients) :].tolist(), strict=True) if flag)
-        return Contribution(used)
+        return frozenset(n for n, flag in zip(self._names, flags[len(self.gradients) :], strict=True) if flag)
 
     def forget(self) -> None:
         """Drops the gradients of a step that is given up. Collective if a backward ran: one rank may have launched what

@@ -128,7 +128,7 @@ class Sharder:
         )
         for other in self.buckets:
             if other.residency is not Residency.RELEASED and other.index not in keep and not other.pins:
-                self._release(other)
+                other.release()
         bucket.gather()
         for i in fetch:
             self.buckets[i].gather()
@@ -147,10 +147,10 @@ class Sharder:
         """Releases everything that nobody has pinned."""
         for bucket in self.buckets:
             if not bucket.pins:
-                self._release(bucket)
+                bucket.release()
 
     def end_backward(self) -> None:
-        """The backward pass is over (called by the reducer's flush)."""
+        """The backward pass is over: what it gathered goes, unless a module is running."""
         self._backward_running = False
         if not self._frames:
             self.release_all()
@@ -197,10 +197,7 @@ class Sharder:
             if not self._frames:
                 for b in buckets:
                     if not b.pins:
-                        self._release(b)
-
-    def _release(self, bucket: Bucket) -> None:
-        bucket.release()
+                        b.release()
 
     def _phase(self) -> str:
         if in_backward():
