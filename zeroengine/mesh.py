@@ -93,6 +93,9 @@ class Mesh:
     replicate_grads: AnyCommunicator
     control: AnyCommunicator
 
+    def coordinate(self, dim: str) -> int:
+        return self.degrees.coordinates(self.rank)[dim]
+
     def ranks_along(self, *dims: str) -> tuple[int, ...]:
         return self.degrees.ranks_along(self.rank, dims)
 

@@ -23,6 +23,8 @@ class Verdict:
     # of a divergence: which ranks wait where, and their heartbeats; the same again with later heartbeats confirms it
     waits: tuple[tuple[int, str, int], ...] = ()
     beats: tuple[int, ...] = ()
+    # of `dead`: the ranks ended because they had found a divergence, which is then the cause here as well
+    diverged: bool = False
 
     def confirms(self, earlier: Verdict | None) -> bool:
         return (
@@ -129,7 +131,8 @@ class Diagnosis:
         text = "; ".join(self.how_it_ended(p) for p in first[:4])
         if len(first) > 4:
             text += f"; and {name_ranks([p.rank for p in first[4:]])}"
-        return Verdict("dead", text, tuple(p.rank for p in first))
+        diverged = all(p.status is not None and p.status.diverged for p in first)
+        return Verdict("dead", text, tuple(p.rank for p in first), diverged=diverged)
 
     def how_it_ended(self, view: PeerView) -> str:
         status, process = view.status, view.process(self.machine)

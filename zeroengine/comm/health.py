@@ -27,7 +27,7 @@ from zeroengine.comm.lane import Lane
 from zeroengine.comm.status import PeerView, Status, Wait
 from zeroengine.comm.torch_calls import CallWatch, user_group_counts
 from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start
-from zeroengine.errors import RankError
+from zeroengine.errors import DivergenceError, RankError
 from zeroengine.logging import logger
 
 _GOODBYE_SECONDS = 1.0
@@ -60,6 +60,7 @@ class Monitor:
         self._wake = threading.Event()
         self._sent = threading.Event()
         self._end: tuple[str, str, bool] | None = None  # state, error, secondary
+        self._diverged = False  # that error is a divergence that this rank found
         self._answered = time.monotonic()  # when the store last answered
         self._store_closed = False
         pid = os.getpid()
@@ -117,11 +118,12 @@ class Monitor:
         keeper = self.rank == self.store_host
         self._sent.wait(_GOODBYE_SECONDS + (_LINGER_SECONDS if keeper else 0.0))
 
-    def note_failure(self, error: str) -> None:
+    def note_failure(self, error: RankError) -> None:
         """This process is about to raise what it found out about another rank. Told at once, so that ranks which find
         *this* one gone look further; `record_end` will say the same, if it is reached."""
         if self._end is None:
-            self._end = ("failed", error[-_ERROR_CHARACTERS:], True)
+            self._diverged = isinstance(error, DivergenceError)
+            self._end = ("failed", str(error)[-_ERROR_CHARACTERS:], True)
             self._sent.clear()
             self._wake.set()
             self._sent.wait(_GOODBYE_SECONDS)  # the caller may end the process as soon as it has the error
@@ -211,6 +213,7 @@ class Monitor:
             state=state,
             error=error,
             secondary=secondary,
+            diverged=self._diverged,
             issued={lane.key: lane.issued for lane in lanes},
             poisoned={lane.key: str(lane.error)[:_ERROR_CHARACTERS] for lane in lanes if lane.error is not None},
             wait=wait,

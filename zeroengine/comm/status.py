@@ -32,6 +32,7 @@ class Status:
     state: str = "running"  # running, exited, failed
     error: str = ""
     secondary: bool = False  # the failure is itself the report of another rank's
+    diverged: bool = False  # and what it reports is a divergence
     issued: dict[str, int] = field(default_factory=dict)  # operations issued, by stream
     poisoned: dict[str, str] = field(default_factory=dict)  # streams that ended in an error, and the error
     wait: Wait | None = None

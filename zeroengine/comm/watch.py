@@ -81,14 +81,14 @@ class HealthWatch:
                     break
                 time.sleep(0.1)
         if verdict.cause == "dead":
-            return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD, error)
+            return self._ended(verdict, wait, error)
         found = f" ({verdict.text})" if verdict.text else ""
         text = f"it failed: {_first_line(error)}. No other rank is known to be dead{found}."
         return self._error(RankError, wait, text, "Look at the other ranks' output and at the network.", error)
 
     def _judge(self, verdict: Verdict, earlier: Verdict | None, wait: Wait, waited: float) -> RankError | None:
         if verdict.cause == "dead":
-            return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD)
+            return self._ended(verdict, wait)
         if verdict.cause == "divergence" and verdict.confirms(earlier):
             text = f"ranks wait for each other in different operations: {verdict.text}."
             return self._error(DivergenceError, wait, text, _REMEDY_DIVERGED)
@@ -96,6 +96,11 @@ class HealthWatch:
             text = f"it did not end within {self._stall_timeout:g} s; {verdict.text or 'every rank takes part'}."
             return self._error(RankError, wait, text, "Raise the stall timeout if that is not a fault.")
         return None
+
+    def _ended(self, verdict: Verdict, wait: Wait, cause: Exception | None = None) -> RankError:
+        if verdict.diverged:
+            return self._error(DivergenceError, wait, f"{verdict.text}.", _REMEDY_DIVERGED, cause)
+        return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD, cause)
 
     def _verdict(self, wait: Wait, waited: float) -> Verdict:
         m, silent = self._monitor, self._monitor.store_silent()
@@ -125,7 +130,7 @@ class HealthWatch:
     ) -> RankError:
         error = kind(f"rank {self._monitor.rank} waits for {wait.what}: {text} {remedy}")
         error.__cause__ = cause
-        self._monitor.note_failure(str(error))
+        self._monitor.note_failure(error)
         return error
 
 
