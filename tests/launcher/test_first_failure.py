@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launcher.jobs import Launches
-from zeroengine.launcher.failures import ErrorRecord, RankEnd, aftermath, first_failure, report
+from tests.launcher.jobs import Launches, wait_until
+from zeroengine.launcher.failures import Attempt, ErrorRecord, RankEnd, aftermath, first_failure, report
+from zeroengine.launcher.watch import RankWatch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -117,3 +123,24 @@ def test_a_script_that_does_not_compile(launches: Launches) -> None:
     job = launches.run("--nproc", "1", launches.script("x = (\n"))
     assert job.process.returncode == 1
     assert "SyntaxError" in job.err and str(Path(launches.folder, "job.py")) in job.err
+
+
+def test_a_rank_stopped_before_the_cause_was_noticed_is_no_cause(tmp_path: Path) -> None:
+    """torch may collect the dead rank and stop the other before the thread that waits for the first has its turn."""
+    os.mkfifo(tmp_path / "events")
+    events: list[dict[str, Any]] = []
+    RankWatch(str(tmp_path), "job", 60.0, events.append)
+    dead = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+    dead.wait()  # collected: nobody can wait for it any more
+    told = subprocess.Popen(["sleep", "600"])
+    with open(tmp_path / "events", "w") as pipe:
+        for rank, pid in ((1, dead.pid), (0, told.pid)):
+            pipe.write(json.dumps({"event": "start", "attempt": 0, "rank": rank, "pid": pid}) + "\n")
+    assert wait_until(lambda: len(events) == 2, 10)
+    told.terminate()
+    assert wait_until(lambda: any(e["event"] == "exit" for e in events), 10)
+    told.wait()
+    attempt = Attempt(0)
+    for event in [*events, {"event": "exit", "rank": 1, "pid": dead.pid, "status": -9, "time": time.monotonic()}]:
+        attempt.take(event)
+    assert attempt.first is not None and attempt.first.rank == 1

@@ -19,6 +19,16 @@ from zeroengine.launcher import processes
 Event = dict[str, Any]
 
 
+def _was_collected(pid: int) -> bool:
+    """True once torch's agent has taken a rank's exit status. It signals the others only after that, while the thread
+    that waits for the same rank here may not have had its turn yet."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
 class RankWatch:
     """Reads what ranks tell through the pipe `events` of the run's folder and hands every event on to `forward`."""
 
@@ -27,6 +37,7 @@ class RankWatch:
         self._lock = threading.Lock()
         self._pids: dict[int, dict[int, int]] = {}  # attempt -> rank -> pid
         self._failed: set[int] = set()  # attempts of which a rank has failed
+        self._ended: dict[int, dict[int, int]] = {}  # attempt -> rank -> status, as far as seen here
         self._died: dict[int, float] = {}  # attempt -> when the first of its ranks ended badly
         self._killed: set[int] = set()  # attempts that were killed from here
         # Opened for both directions (Linux), so that it never reads as ended while no rank has it open.
@@ -68,18 +79,23 @@ class RankWatch:
         if end is None:
             return
         status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        stopped = self._was_stopped(start["attempt"], status, when)
+        stopped = self._was_stopped(start, status, when)
         self._forward({**start, "event": "exit", "status": status, "time": when, "stopped": stopped})
         if status != 0:
             self._fail(start["attempt"])
 
-    def _was_stopped(self, attempt: int, status: int, when: float) -> bool:
+    def _was_stopped(self, start: Event, status: int, when: float) -> bool:
         """True if the rank ended because it was told to: by torch, once another had ended badly, or from here."""
+        attempt, rank = start["attempt"], start["rank"]
         with self._lock:
+            self._ended.setdefault(attempt, {})[rank] = status
             first = self._died.setdefault(attempt, when) if status != 0 else when
-            return (status == -signal.SIGTERM and first < when) or (
-                status == -signal.SIGKILL and attempt in self._killed
-            )
+            if status == -signal.SIGKILL:
+                return attempt in self._killed
+            others = {r: pid for r, pid in self._pids[attempt].items() if r != rank}
+            known = self._ended[attempt]
+            unseen = any(r not in known and _was_collected(pid) for r, pid in others.items())
+            return status == -signal.SIGTERM and (first < when or unseen)
 
     def _fail(self, attempt: int) -> None:
         """Sees to it that after `grace` seconds no process of an attempt is left of which a rank has failed."""
