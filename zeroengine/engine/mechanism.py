@@ -33,7 +33,7 @@ class Mechanism:
     buckets: list[Bucket]
     sharder: Sharder
     reducer: Reducer
-    pool: BufferPool
+    pools: tuple[BufferPool, ...]
     gradients: list[BucketGradients]
     groups: Groups
     masters: dict[int, Tensor]  # fp32 values of 16-bit buckets, until the optimizer takes them
@@ -44,7 +44,8 @@ class Mechanism:
         self.reducer.forget()
         self.reducer.remove()
         self.sharder.remove()
-        self.pool.clear()
+        for pool in self.pools:
+            pool.clear()
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -73,7 +74,7 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool = BufferPool()
+    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
@@ -86,12 +87,12 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     )
     sharder = Sharder(module, built.buckets, window)
     gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
+        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
         for b in built.buckets
         if b.trainable and trains
     ]
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, pool, gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
 
 
 def build_scaler(config: Config) -> LossScaler:

@@ -64,9 +64,10 @@ class Bucket:
         return slice(*self.layout.slice_of(self.comm.rank))
 
     def adopt(self, full: Tensor) -> None:
-        """Takes the initial values: `full` is flat, padded, equal on all ranks, and becomes the bucket's own."""
+        """Takes the initial values: `full` is flat, padded, equal on all ranks. Where the policy keeps values whole it
+        becomes the bucket's own, and should be memory of the communicator."""
         if self.policy.shard_params:
-            self.shard = full[self.own].clone()
+            self.shard = self.comm.empty(self.layout.shard_numel, full).copy_(full[self.own])
             hide(self.params)
         else:
             self.full, self.shard = full, full[self.own]

@@ -130,11 +130,13 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
             chosen = [named[i] for i in members]
             layout = BucketLayout.build([(n, p.shape) for n, p in chosen], groups.params.size)
             bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool)
-            flat = _flatten(bucket, source)
+            flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)
             _from_rank0(flat, groups, bucket.subject)
             if trainable and dtype in (torch.bfloat16, torch.float16):
                 kept = flat[bucket.own] if policy.shard_state else flat
                 masters[bucket.index] = kept.to(torch.float32, copy=True)
+            if not policy.shard_params and source is not dtype:
+                flat = groups.params.empty(layout.padded, torch.empty(0, dtype=dtype, device=flat.device)).copy_(flat)
             bucket.adopt(flat.to(dtype))
             buckets.append(bucket)
     for name, buffer in module.named_buffers():
@@ -160,8 +162,11 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
     return found.items()
 
 
-def _flatten(bucket: Bucket, source: torch.dtype) -> Tensor:
-    flat = torch.zeros(bucket.layout.padded, dtype=source, device=bucket.device)
+def _flatten(bucket: Bucket, source: torch.dtype, keep: bool) -> Tensor:
+    """The bucket's values in one buffer; with `keep` in memory of the communicator, which may hold them for good."""
+    like = torch.empty(0, dtype=source, device=bucket.device)
+    flat = bucket.comm.empty(bucket.layout.padded, like) if keep else like.new_empty(bucket.layout.padded)
+    flat[bucket.layout.numel :].zero_()
     for p, spec in zip(bucket.params, bucket.layout.specs, strict=True):
         flat[spec.offset : spec.end].view(spec.shape).copy_(p.data)
         # The old memory can go now: peak memory is the model and one bucket.

@@ -107,7 +107,7 @@ class BucketGradients:
     def _at_home(self) -> Tensor:
         if self._home is None:
             layout, device = self.bucket.layout, self.bucket.device
-            self._home = torch.empty(layout.padded, dtype=self.rule.accumulate, device=device)
+            self._home = self._pool.take(layout.padded, self.rule.accumulate, device)
         return self._home
 
     # --- reducing -------------------------------------------------------------------------------------------------
