@@ -38,11 +38,13 @@ def compile_library(sources: Sources, compiler: Compiler, flags: Sequence[str], 
     ninja = find_ninja()
     if ninja is None:  # the same commands, one after another
         for command in (*commands, link):
-            _run(command, target.parent)
-        return
-    rules = target.with_name("build.ninja")
-    rules.write_text(_ninja_file(sources, commands, objects, link, target))
-    _run([ninja, "-f", str(rules)], target.parent)
+            _run(command, target.parent, compiler)
+    else:
+        rules = target.with_name("build.ninja")
+        rules.write_text(_ninja_file(sources, commands, objects, link, target))
+        _run([ninja, "-f", str(rules)], target.parent, compiler)
+    if not target.is_file():
+        raise CompileError(f"the compiler ({shlex.join(compiler.command)}) reports success and made no library")
 
 
 def _ninja_file(
@@ -63,7 +65,7 @@ def _ninja_file(
     return "\n".join(lines)
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
+def _run(command: Sequence[str], folder: Path, compiler: Compiler) -> None:
     """Runs to the end, with all that it started: a compiler that hangs leaves no process behind."""
     try:
         process = subprocess.Popen(
@@ -87,13 +89,12 @@ def _run(command: Sequence[str], folder: Path) -> None:
             raise CompileError(f"the compiler did not end within {_SECONDS} s") from error
         raise
     if process.returncode:
-        raise CompileError(f"the compiler failed: {_cause(output) or f'exit code {process.returncode}'}", output)
+        raise CompileError(f"the compiler failed: {_cause(output, compiler) or f'exit code {process.returncode}'}", output)
 
 
-def _cause(output: str) -> str:
-    """The line of a compiler's output that says most."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line for line in lines if "error" in line.lower() and not line.startswith("FAILED")]
-    plain = [line for line in lines if not line.startswith(("FAILED", "ninja:", "["))]
-    chosen = (told or plain[-1:] or lines[-1:] or [""])[0]
-    return chosen[:_LINE]
+def _cause(output: str, compiler: Compiler) -> str:
+    """The line of a compiler's output that says most; empty where it said nothing."""
+    echo = ("FAILED", "ninja:", "[", shlex.join(compiler.command))  # ninja's own lines
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith(echo)]
+    told = [line for line in lines if "error" in line.lower()]
+    return (told or lines[-1:] or [""])[0][:_LINE]

@@ -74,7 +74,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         work: dict[Rule, list[Segment]] = {}
         known: dict[Any, Numbers] = {}
         for group, p, grad in found:
-            rule, states, hypers = self._plan(group, p, self.state[p], known)
+            state = self.state.get(p, {})
+            rule, states, hypers = self._plan(group, p, state, known)
+            if state:
+                self.state[p] = state
             copy = None if copies is None else copies.get(p)
             work.setdefault(rule, []).append((p, grad, states, copy, hypers))
         for rule, segments in work.items():
