@@ -199,13 +199,35 @@ cudaError_t for_batches(const Row* rows, int64_t count, Fill&& fill, Launch&& la
     return cudaSuccess;
 }
 
+// Makes `device` the current one of the thread for as long as this lives.
+class OnDevice {
+  public:
+    explicit OnDevice(int device) {
+        error = cudaGetDevice(&before_);
+        changed_ = error == cudaSuccess && before_ != device;
+        if (changed_) error = cudaSetDevice(device);
+    }
+    ~OnDevice() {
+        if (changed_) cudaSetDevice(before_);
+    }
+    OnDevice(const OnDevice&) = delete;
+    OnDevice& operator=(const OnDevice&) = delete;
+
+    cudaError_t error;
+
+  private:
+    int before_ = 0;
+    bool changed_ = false;
+};
+
 }  // namespace
 
 // As ze_update, asynchronous on `stream` of `device`. Where `scale_at` is given, the factor is read there, on the
 // device. 0, or an error of CUDA, or -1 for a rule that is not known.
 ZE_EXPORT int ze_update_cuda(int rule, const Update* rows, int64_t count, const Hypers* hypers, float scale,
                              const float* scale_at, int device, void* stream) {
-    cudaError_t error = cudaSetDevice(device);
+    const OnDevice current(device);
+    cudaError_t error = current.error;
     if (error != cudaSuccess) return int(error);
     const bool known = with_rule(rule, [&](auto kind) {
         using Rule = decltype(kind);
@@ -221,8 +243,8 @@ ZE_EXPORT int ze_update_cuda(int rule, const Update* rows, int64_t count, const 
 // As ze_cast, asynchronous on `stream` of `device`.
 ZE_EXPORT int ze_cast_cuda(const Cast* rows, int64_t count, float scale, const float* scale_at, int device,
                            void* stream) {
-    const cudaError_t error = cudaSetDevice(device);
-    if (error != cudaSuccess) return int(error);
+    const OnDevice current(device);
+    if (current.error != cudaSuccess) return int(current.error);
     return int(for_batches(
         rows, count, [](Batch<Cast>&, int) {},
         [&](const Batch<Cast>& batch, unsigned blocks) {
