@@ -10,10 +10,10 @@ namespace {
 // Up to this many bytes of all ranks together, every rank adds all contributions: one meeting instead of two.
 constexpr size_t kSmallReduce = 256 * 1024;
 
-#define ZE_MEET(source)                                      \
-    do {                                                     \
-        const Status met = g.meet(source);                   \
-        if (met != kDone) return met;                        \
+#define ZE_MEET(source)                    \
+    do {                                   \
+        const Status met = g.meet(source); \
+        if (met != kDone) return met;      \
     } while (false)
 
 size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
@@ -36,8 +36,8 @@ Source stage_blocks(Group& g, const char* input, const int64_t* offset, const in
     return g.staged();
 }
 
-// Runs `consume(at, most, rows)` until `largest` bytes of every block were seen; rows[p]: bytes from `at` on of the block
-// that rank p has for this rank.
+// Runs `consume(at, most, rows)` until `largest` bytes of every block were seen; rows[p]: bytes from `at` on of the
+// block that rank p has for this rank.
 template <class Consume>
 Status blocks_in_rounds(Group& g, const char* input, const Blocks& b, Consume consume) {
     const size_t lane = lane_bytes(g);
@@ -67,7 +67,8 @@ Status small_all_reduce(Group& g, char* data, size_t count, int type, double sca
     return kDone;
 }
 
-// Both halves of an all-reduce of one piece that every rank has announced as `own`. `result`: where peers find the piece.
+// Both halves of an all-reduce of one piece that every rank has announced as `own`. `result`: where peers find the
+// piece.
 Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int type, double scale, Source own) {
     const size_t item = type_bytes(type), share = ceil_div(count, static_cast<size_t>(g.size()));
     auto begin = [&](int p) { return std::min(static_cast<size_t>(p) * share, count) * item; };
@@ -116,7 +117,8 @@ Status reduce_scatter(Group& g, char* out, const char* full, size_t count, int w
     std::vector<int64_t> offset(n), bytes(n, slice), remote(n, slice * g.rank());
     for (size_t p = 0; p < n; ++p) offset[p] = slice * static_cast<int64_t>(p);
     const auto total = static_cast<size_t>(slice) * n;
-    const Blocks blocks{offset.data(), bytes.data(), nullptr, nullptr, remote.data(), total, static_cast<size_t>(slice)};
+    const Blocks blocks{
+        offset.data(), bytes.data(), nullptr, nullptr, remote.data(), total, static_cast<size_t>(slice)};
     return blocks_in_rounds(g, full, blocks, [&](size_t at, size_t most, const void* const* rows) {
         const size_t first = at / type_bytes(wire);
         const size_t here = part(static_cast<size_t>(slice), at, most) / type_bytes(wire);

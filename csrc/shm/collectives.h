@@ -1,5 +1,6 @@
 // Collectives as sequences of meetings (see group.h). A source in the arena is read by the peers where it lies, and the
-// operation ends with a closing meeting: nobody reads it any more. Other memory goes through the staging area, in rounds.
+// operation ends with a closing meeting: nobody reads it any more. Other memory goes through the staging area, in
+// rounds.
 #pragma once
 
 #include "group.h"

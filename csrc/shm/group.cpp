@@ -36,7 +36,10 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
 
 Group::Group(int size, int rank, const int64_t* bases, const int64_t* controls, int64_t arena_bytes, int64_t half,
              int spin)
-    : size_(size), rank_(rank), arena_bytes_(static_cast<size_t>(arena_bytes)), half_(static_cast<size_t>(half)),
+    : size_(size),
+      rank_(rank),
+      arena_bytes_(static_cast<size_t>(arena_bytes)),
+      half_(static_cast<size_t>(half)),
       spin_(spin) {
     for (int r = 0; r < size; ++r) {
         bases_.push_back(reinterpret_cast<char*>(bases[r]));
@@ -73,9 +76,7 @@ Status Group::meet(Source source) {
 
 bool Group::wait_for(Control& peer, uint32_t meeting) {
     // A peer is at most one meeting ahead; the difference is signed because the count wraps around.
-    auto behind = [&] {
-        return static_cast<int32_t>(peer.meeting.load(std::memory_order_acquire) - meeting) < 0;
-    };
+    auto behind = [&] { return static_cast<int32_t>(peer.meeting.load(std::memory_order_acquire) - meeting) < 0; };
     for (int i = 0; i < spin_; ++i) {
         if (!behind()) return true;
         pause();

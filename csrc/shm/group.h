@@ -1,7 +1,7 @@
 // A group of processes of one host that share memory: control blocks, and the meeting of all ranks.
 //
-// Every rank has one mapped file (its arena), which its peers map, too. A rank's control block and its staging area lie in
-// its own arena; nobody writes into the memory of another rank but for the count of those who sleep.
+// Every rank has one mapped file (its arena), which its peers map, too. A rank's control block and its staging area lie
+// in its own arena; nobody writes into the memory of another rank but for the count of those who sleep.
 //
 // All communication is a sequence of meetings. At meeting q a rank announces what its peers may read (a source, and at
 // the first meeting of an operation its header), and returns when all ranks have announced theirs. A rank announces
@@ -47,7 +47,8 @@ class Group {
   public:
     // `bases`: where the arenas of all ranks are mapped here; `controls`: offsets of the control blocks in them, each
     // followed by two halves of staging of `half` bytes.
-    Group(int size, int rank, const int64_t* bases, const int64_t* controls, int64_t arena_bytes, int64_t half, int spin);
+    Group(int size, int rank, const int64_t* bases, const int64_t* controls, int64_t arena_bytes, int64_t half,
+          int spin);
 
     static int64_t control_bytes() { return sizeof(Control); }  // a multiple of kLine
 

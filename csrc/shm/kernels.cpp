@@ -56,6 +56,7 @@ inline BFloat16 narrow(float value) {
 
 constexpr int kBlock = 512;  // elements of a block: the partial sums of all levels stay in the first-level cache
 constexpr int kLevels = 33;
+constexpr size_t kAlign = 64;
 
 // -- blocks: values of type T to and from its arithmetic type --------------------------------------------------------
 
@@ -107,7 +108,8 @@ inline void store(const float* source, Half* target, int n) {
         float in[8] = {};
         uint16_t out[8];
         std::memcpy(in, source + i, static_cast<size_t>(n - i) * 4);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
         std::memcpy(target + i, out, static_cast<size_t>(n - i) * 2);
     }
 }
@@ -184,79 +186,8 @@ inline void add(arithmetic_t<T>* __restrict__ to, const arithmetic_t<T>* __restr
     round_block<T>(to, n);
 }
 
-// -- the sum -------------------------------------------------------------------------------------------------------------
-
-template <class W, class T>
-void sum_block(T* out, const W* const* rows, int n, size_t at, int count, double scale, bool accumulate) {
-    using A = arithmetic_t<T>;
-    alignas(64) A partial[kLevels][kBlock];
-    alignas(64) A other[kBlock];
-    int top = 0;
-    for (int r = 0; r < n; r += 2) {
-        load_as<W, T>(rows[r] + at, partial[top], count);
-        if (r + 1 < n) {
-            load_as<W, T>(rows[r + 1] + at, other, count);
-            add<T>(partial[top], other, count);
-        }
-        ++top;
-        // as many neighbouring sums are complete as the number of pairs has trailing ones
-        for (int pairs = r / 2; pairs & 1; pairs >>= 1) {
-            --top;
-            add<T>(partial[top - 1], partial[top], count);
-        }
-    }
-    for (; top > 1; --top) add<T>(partial[top - 2], partial[top - 1], count);
-    A* total = partial[0];
-    if constexpr (!std::is_integral_v<A>) {
-        if (scale != 1.0) {
-            const A factor = static_cast<A>(scale);
-            for (int i = 0; i < count; ++i) total[i] *= factor;
-            round_block<T>(total, count);
-        }
-    }
-    if (accumulate) {
-        load(out + at, other, count);
-        add<T>(total, other, count);
-    }
-    store(total, out + at, count);
-}
-
-template <class W, class T>
-void sum_of(void* out, const void* const* rows, int n, size_t count, double scale, bool accumulate) {
-    for (size_t at = 0; at < count; at += kBlock) {
-        const int here = static_cast<int>(count - at < kBlock ? count - at : kBlock);
-        sum_block<W, T>(static_cast<T*>(out), reinterpret_cast<const W* const*>(rows), n, at, here, scale, accumulate);
-    }
-}
-
-using Sum = void (*)(void*, const void* const*, int, size_t, double, bool);
-
-template <class W, class T>
-constexpr Sum floats() {
-    return &sum_of<W, T>;
-}
-
-Sum find_sum(int wire, int type) {
-    static constexpr Sum mixed[4][4] = {
-        {floats<float, float>(), floats<float, double>(), floats<float, BFloat16>(), floats<float, Half>()},
-        {nullptr, floats<double, double>(), nullptr, nullptr},
-        {floats<BFloat16, float>(), floats<BFloat16, double>(), floats<BFloat16, BFloat16>(), nullptr},
-        {floats<Half, float>(), floats<Half, double>(), nullptr, floats<Half, Half>()},
-    };
-    if (wire < 0 || type < 0 || wire >= kTypes || type >= kTypes) return nullptr;
-    if (wire < 4 && type < 4) return mixed[wire][type];
-    if (wire != type) return nullptr;
-    switch (type) {
-        case kInt8: return &sum_of<int8_t, int8_t>;
-        case kUInt8: return &sum_of<uint8_t, uint8_t>;
-        case kInt16: return &sum_of<int16_t, int16_t>;
-        case kInt32: return &sum_of<int32_t, int32_t>;
-        case kInt64: return &sum_of<int64_t, int64_t>;
-        default: return nullptr;
-    }
-}
-
-// -- copies ----------------------------------------------------------------------------------------------------------------
+// -- copies
+// ----------------------------------------------------------------------------------------------------------------
 
 // From here on a copy does not fit into the caches beside what else is in use, and stores go past them: they need not
 // read the target first.
@@ -282,7 +213,150 @@ void stream(char* target, const char* source, size_t bytes) {
     _mm_sfence();
     std::memcpy(target, source, bytes);
 }
+
+inline void fence() { _mm_sfence(); }
+
+// A whole block to an aligned target.
+template <class T>
+inline void store_past_caches(const arithmetic_t<T>* source, T* target) {
+    alignas(kAlign) T block[kBlock];
+    store(source, block, kBlock);
+    const __m256i* from = reinterpret_cast<const __m256i*>(block);
+    __m256i* to = reinterpret_cast<__m256i*>(target);
+    constexpr size_t vectors = kBlock * sizeof(T) / 32;
+    for (size_t i = 0; i < vectors; ++i) _mm256_stream_si256(to + i, _mm256_load_si256(from + i));
+}
+#else
+inline void fence() {}
+
+template <class T>
+inline void store_past_caches(const arithmetic_t<T>* source, T* target) {
+    store(source, target, kBlock);
+}
 #endif
+
+// -- the sum
+// -------------------------------------------------------------------------------------------------------------
+
+// Sums of two and four rows whose type needs no rounding, in one pass.
+template <class T>
+inline void sum_rows(const T* const* rows, int n, size_t at, T* __restrict__ total, int count) {
+    const T *a = rows[0] + at, *b = rows[1] + at;
+    if (n == 2) {
+        for (int i = 0; i < count; ++i) total[i] = plus(a[i], b[i]);
+        return;
+    }
+    const T *c = rows[2] + at, *d = rows[3] + at;
+    for (int i = 0; i < count; ++i) total[i] = plus(plus(a[i], b[i]), plus(c[i], d[i]));
+}
+
+template <class W, class T>
+inline void sum_levels(const W* const* rows, int n, size_t at, arithmetic_t<T> (*partial)[kBlock], int count) {
+    alignas(kAlign) arithmetic_t<T> other[kBlock];
+    int top = 0;
+    for (int r = 0; r < n; r += 2) {
+        load_as<W, T>(rows[r] + at, partial[top], count);
+        if (r + 1 < n) {
+            load_as<W, T>(rows[r + 1] + at, other, count);
+            add<T>(partial[top], other, count);
+        }
+        ++top;
+        // as many neighbouring sums are complete as the number of pairs has trailing ones
+        for (int pairs = r / 2; pairs & 1; pairs >>= 1) {
+            --top;
+            add<T>(partial[top - 1], partial[top], count);
+        }
+    }
+    for (; top > 1; --top) add<T>(partial[top - 2], partial[top - 1], count);
+}
+
+// Rows come from memory one block after another: asking for what is two blocks ahead covers the wait, also across
+// pages, where the hardware stops.
+template <class W>
+inline void prefetch(const W* row, size_t at, size_t count) {
+    const size_t ahead = at + 2 * kBlock;
+    if (ahead + kBlock > count) return;
+    const char* from = reinterpret_cast<const char*>(row + ahead);
+    for (size_t i = 0; i < kBlock * sizeof(W); i += 64) __builtin_prefetch(from + i);
+}
+
+template <class W, class T>
+void sum_of(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate) {
+    using A = arithmetic_t<T>;
+    alignas(kAlign) A partial[kLevels][kBlock];
+    alignas(kAlign) A before[kBlock];
+    A* total = partial[0];
+    T* target = static_cast<T*>(out);
+    const W* const* rows = reinterpret_cast<const W* const*>(sources);
+    const bool past_caches =
+        !accumulate && count * sizeof(T) >= kStream && reinterpret_cast<uintptr_t>(out) % sizeof(T) == 0;
+    // the first block ends where the target is aligned
+    size_t here = past_caches ? (kAlign - reinterpret_cast<uintptr_t>(out) % kAlign) % kAlign / sizeof(T) : 0;
+    if (here == 0) here = kBlock;
+    for (size_t at = 0; at < count; at += here, here = kBlock) {
+        const int size = static_cast<int>(count - at < here ? count - at : here);
+        for (int r = 0; r < n; ++r) prefetch(rows[r], at, count);
+        if constexpr (std::is_same_v<W, T> && std::is_same_v<T, A>) {
+            if (n == 2 || n == 4) {
+                sum_rows(rows, n, at, total, size);
+            } else {
+                sum_levels<W, T>(rows, n, at, partial, size);
+            }
+        } else {
+            sum_levels<W, T>(rows, n, at, partial, size);
+        }
+        if constexpr (!std::is_integral_v<A>) {
+            if (scale != 1.0) {
+                const A factor = static_cast<A>(scale);
+                for (int i = 0; i < size; ++i) total[i] *= factor;
+                round_block<T>(total, size);
+            }
+        }
+        if (accumulate) {
+            load(target + at, before, size);
+            add<T>(total, before, size);
+        }
+        if (past_caches && size == kBlock) {
+            store_past_caches<T>(total, target + at);
+        } else {
+            store(total, target + at, size);
+        }
+    }
+    fence();
+}
+
+using Sum = void (*)(void*, const void* const*, int, size_t, double, bool);
+
+template <class W, class T>
+constexpr Sum floats() {
+    return &sum_of<W, T>;
+}
+
+Sum find_sum(int wire, int type) {
+    static constexpr Sum mixed[4][4] = {
+        {floats<float, float>(), floats<float, double>(), floats<float, BFloat16>(), floats<float, Half>()},
+        {nullptr, floats<double, double>(), nullptr, nullptr},
+        {floats<BFloat16, float>(), floats<BFloat16, double>(), floats<BFloat16, BFloat16>(), nullptr},
+        {floats<Half, float>(), floats<Half, double>(), nullptr, floats<Half, Half>()},
+    };
+    if (wire < 0 || type < 0 || wire >= kTypes || type >= kTypes) return nullptr;
+    if (wire < 4 && type < 4) return mixed[wire][type];
+    if (wire != type) return nullptr;
+    switch (type) {
+        case kInt8:
+            return &sum_of<int8_t, int8_t>;
+        case kUInt8:
+            return &sum_of<uint8_t, uint8_t>;
+        case kInt16:
+            return &sum_of<int16_t, int16_t>;
+        case kInt32:
+            return &sum_of<int32_t, int32_t>;
+        case kInt64:
+            return &sum_of<int64_t, int64_t>;
+        default:
+            return nullptr;
+    }
+}
 
 }  // namespace
 

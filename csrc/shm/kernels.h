@@ -16,9 +16,9 @@ bool can_sum(int wire, int type);
 void copy(void* target, const void* source, size_t bytes);
 
 // out[i] = scale * (((rows[0][i] + rows[1][i]) + (rows[2][i] + rows[3][i])) + ...), added to out[i] with `accumulate`.
-// An odd row is carried up unchanged. Elements are converted from `wire` to `type` first, and every result is rounded to
-// `type`, as torch does that adds whole tensors; no bit depends on where a buffer is cut or aligned. `out` may be one of
-// the rows.
+// An odd row is carried up unchanged. Elements are converted from `wire` to `type` first, and every result is rounded
+// to `type`, as torch does that adds whole tensors; no bit depends on where a buffer is cut or aligned. `out` may be
+// one of the rows.
 void sum(void* out, const void* const* rows, int n, size_t count, int wire, int type, double scale, bool accumulate);
 
 }  // namespace ze::shm

@@ -21,7 +21,8 @@ T* pointer(int64_t address) {
 
 }  // namespace
 
-// -- memory -----------------------------------------------------------------------------------------------------------------
+// -- memory
+// -----------------------------------------------------------------------------------------------------------------
 
 // The address at which `bytes` of the file are mapped, or -errno.
 ZE_EXPORT int64_t ze_shm_map(int fd, int64_t bytes, int writable) {
@@ -40,15 +41,16 @@ ZE_EXPORT int ze_shm_discard(int fd, int64_t offset, int64_t bytes) {
     return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes) == 0 ? 0 : errno;
 }
 
-// -- groups -----------------------------------------------------------------------------------------------------------------
+// -- groups
+// -----------------------------------------------------------------------------------------------------------------
 
 // Bytes of a control block and its staging area.
 ZE_EXPORT int64_t ze_shm_control_bytes(int64_t half) { return Group::control_bytes() + 2 * half; }
 
 ZE_EXPORT void ze_shm_control_clear(int64_t address) { std::memset(pointer<void>(address), 0, Group::control_bytes()); }
 
-ZE_EXPORT int64_t ze_shm_group_new(int size, int rank, const int64_t* bases, const int64_t* controls, int64_t arena_bytes,
-                                   int64_t half, int spin) {
+ZE_EXPORT int64_t ze_shm_group_new(int size, int rank, const int64_t* bases, const int64_t* controls,
+                                   int64_t arena_bytes, int64_t half, int spin) {
     return reinterpret_cast<int64_t>(new Group(size, rank, bases, controls, arena_bytes, half, spin));
 }
 
@@ -71,7 +73,8 @@ ZE_EXPORT void ze_shm_announced(int64_t group, int rank, int64_t* header, char* 
 
 ZE_EXPORT int ze_shm_finish(int64_t group) { return pointer<Group>(group)->finish(); }
 
-// -- collectives ------------------------------------------------------------------------------------------------------------
+// -- collectives
+// ------------------------------------------------------------------------------------------------------------
 
 ZE_EXPORT int ze_shm_can_sum(int wire, int type) { return can_sum(wire, type) ? 1 : 0; }
 
@@ -96,7 +99,12 @@ ZE_EXPORT int ze_shm_broadcast(int64_t group, int64_t data, int64_t bytes, int s
 ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, const int64_t* input_offset,
                                 const int64_t* input_bytes, const int64_t* output_offset, const int64_t* output_bytes,
                                 const int64_t* remote, int64_t input_total, int64_t largest) {
-    const Blocks blocks{input_offset, input_bytes, output_offset, output_bytes, remote, static_cast<size_t>(input_total),
+    const Blocks blocks{input_offset,
+                        input_bytes,
+                        output_offset,
+                        output_bytes,
+                        remote,
+                        static_cast<size_t>(input_total),
                         static_cast<size_t>(largest)};
     return all_to_all(*pointer<Group>(group), pointer<char>(output), pointer<char>(input), blocks);
 }
