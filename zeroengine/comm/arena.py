@@ -53,13 +53,14 @@ class Arena:
         self._space: list[tuple[int, int]] = [(0, self.size)]  # (offset, bytes) without pages, ascending
         self._kept: OrderedDict[int, int] = OrderedDict()  # free blocks with pages: offset -> bytes, oldest first
         self._live: dict[int, int] = {}
+        self._reserved = 0
         self._returned: deque[int] = deque()  # freed by finalizers, which run anywhere and must not take the lock
         self._closed = False
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised 1-D tensor in the arena, or in ordinary memory when the arena is full."""
         nbytes = numel * dtype.itemsize
-        offset = self.allocate(nbytes)
+        offset = self._allocate(nbytes)
         if offset is None:
             return torch.empty(numel, dtype=dtype)
         view = _view(self.base + offset, nbytes, _WRITABLE)
@@ -67,8 +68,40 @@ class Arena:
         with torch.inference_mode(False):  # it may outlive the evaluation in which it was made
             return torch.frombuffer(view, dtype=dtype)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Offset of a block; None when there is no room."""
+    def reserve(self, nbytes: int) -> int | None:
+        """Offset of a block that lasts as long as the arena; None when there is no room."""
+        offset = self._allocate(nbytes)
+        if offset is not None:
+            with self._lock:
+                self._reserved += self._live.pop(offset)
+        return offset
+
+    def bytes(self) -> int:
+        """Bytes of blocks in use and of free ones that keep their pages, as far as they were written."""
+        with self._lock:
+            self._collect()
+            return self._reserved + sum(self._live.values()) + sum(self._kept.values())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._unmap_if_idle()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _map(self, size: int) -> tuple[int, int]:
+        while True:
+            os.ftruncate(self.fd, size)
+            at: int = self._native.map(self.fd, size, 1)
+            if at > 0:
+                return at, size
+            if size // 2 < _LEAST:
+                raise OSError(-at, f"mapping {size >> 20} MiB of shared memory: {os.strerror(-at)}")
+            size = size // 2 // _ALIGN * _ALIGN
+
+    def _allocate(self, nbytes: int) -> int | None:
         need = -(-nbytes // _ALIGN) * _ALIGN
         with self._lock:
             if self._closed:
@@ -82,35 +115,6 @@ class Arena:
             if offset is not None:
                 self._live[offset] = need
             return offset
-
-    def bytes(self) -> int:
-        """Bytes of blocks in use and of those that keep their pages."""
-        with self._lock:
-            self._collect()
-            return sum(self._live.values()) + sum(self._kept.values())
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._unmap_if_idle()
-
-    def release(self, offset: int) -> None:
-        """Frees a block of `allocate`."""
-        self._give_back(offset)
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _map(self, size: int) -> tuple[int, int]:
-        while True:
-            os.ftruncate(self.fd, size)
-            at: int = self._native.map(self.fd, size, 1)
-            if at > 0:
-                return at, size
-            if size // 2 < _LEAST:
-                raise OSError(-at, f"mapping {size >> 20} MiB of shared memory: {os.strerror(-at)}")
-            size = size // 2 // _ALIGN * _ALIGN
 
     def _give_back(self, offset: int) -> None:
         self._returned.append(offset)

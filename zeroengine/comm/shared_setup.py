@@ -108,7 +108,7 @@ class SharedMemory:
         arena = self._arena
         if reason or arena is None or self._native is None:
             return _Offer(reason, machine_id(), 0, 0, 0, 0, 0, 0)
-        control = arena.allocate(self._native.control_bytes(_HALF))
+        control = arena.reserve(self._native.control_bytes(_HALF))
         if control is None:
             return _Offer(f"no room for communicator {name!r} in {arena.size >> 20} MiB", machine_id(), 0, 0, 0, 0, 0, 0)
         self._native.control_clear(arena.base + control)
