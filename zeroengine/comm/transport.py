@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,8 +22,19 @@ SMALL_ALL_REDUCE = 64 * 1024
 """Bytes of all ranks' contributions up to which an all-reduce is one all-gather (latency) and not two exchanges."""
 
 
+def rows_to_shard(rows: Tensor, shard: Tensor, scale: float, accumulate: bool, scratch: Scratch) -> None:
+    """The sum of a reduce-scatter from the contributions [N, S] of all ranks, made in the type of `shard`."""
+    out = shard.view(-1)
+    if rows.dtype != shard.dtype:
+        half = scratch.take("wide", (rows.shape[0] + 1) // 2 * out.numel(), shard.dtype, rows.device)
+        rows = wide_rows(rows, shard.dtype, half)
+    reduce_rows(rows, "sum", out, scale=scale, accumulate=accumulate)
+
+
 class Transport:
     """Collectives of one process group. Not thread-safe: one operation at a time."""
+
+    kind = "Gloo"
 
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
         self.group = group
@@ -30,6 +42,18 @@ class Transport:
         self.rank = rank
         self.size = len(ranks)
         self.scratch = Scratch()
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def pool_bytes(self) -> int:
+        return self.scratch.bytes()
+
+    def interrupt(self) -> None:
+        """Gloo has no way to give an operation up."""
+
+    def finish(self) -> None:
+        """Called after every operation."""
 
     def forget_group(self) -> None:
         """Ends the transport: the group is let go of, so that it can be destroyed."""
@@ -42,12 +66,7 @@ class Transport:
     def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> None:
         if not full.numel():
             return
-        rows = self._exchange_rows(full)
-        out = shard.view(-1)
-        if full.dtype != shard.dtype:
-            half = self.scratch.take("wide", (self.size + 1) // 2 * out.numel(), shard.dtype, full.device)
-            rows = wide_rows(rows, shard.dtype, half)
-        reduce_rows(rows, "sum", out, scale=scale, accumulate=accumulate)
+        rows_to_shard(self._exchange_rows(full), shard, scale, accumulate, self.scratch)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
         data = tensor.view(-1)
