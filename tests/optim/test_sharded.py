@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zeroengine
 from tests.engine.versus_torch import DEFAULT, STAGES, TINY, Where, check, difference, fresh, one_mesh, whole_weights

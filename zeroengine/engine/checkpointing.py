@@ -20,6 +20,7 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.schedules import apply_last_rates
 from zeroengine.optim.state import restore_state, state_pieces
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
@@ -219,6 +220,8 @@ class CheckpointMethods:
                 log_rank0("the checkpoint has another number of parameter groups; learning rates stay as configured", 30)
         if with_scheduler and values["scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(values["scheduler"])
+            if not with_state:
+                apply_last_rates(self.lr_scheduler)
         if values["epoch"] is not None and self.training_dataloader is not None:
             self.training_dataloader.epoch = values["epoch"]
 

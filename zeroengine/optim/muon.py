@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -134,9 +135,8 @@ def split_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[st
             counts[use] += len(params)
             if params:
                 result.append({**group, "params": params, "use_muon": use})
-    if not counts[True]:
-        raise ConfigError("optimizer Muon: no matrix among the parameters to train (embeddings and heads aside); use AdamW")
-    log_rank0(f"Muon updates {counts[True]} matrices, AdamW the other {counts[False]} parameters (embeddings, heads, vectors)")
+    level = logging.INFO if counts[True] else logging.WARNING
+    log_rank0(f"Muon updates {counts[True]} matrices, AdamW {counts[False]} embeddings, heads and vectors", level)
     return result
 
 

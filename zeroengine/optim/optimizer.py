@@ -56,6 +56,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_skips: int,
     ) -> None:
         # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
+        self._attached = attached
         self.optimizer = attached.inner
         self.parts = attached.parts
         self.masters: list[FlatMaster] = attached.parts.masters
@@ -114,8 +115,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Trains parameters that are in no group so far: a dict with `params` and, if they differ, options. The same call on
         every rank. Raises `ConfigError` for parameters that were frozen or absent when the engine was made."""
-        group = named_groups(param_group)[0]
-        self.optimizer.add_param_group({**group, "params": self.parts.add(group)})
+        self._attached.add_group(named_groups(param_group)[0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]

@@ -35,16 +35,13 @@ class Parts:
         self._cls = cls
         self._taken: dict[int, str] = {}
         self.whole: WholeUpdate | None = None
-        sharded = any(g.bucket.policy.shard_state for g in gradients)
         chosen = self._choose(groups)
-        self.masters = [
-            FlatMaster(g, masters.pop(g.bucket.index, None), chosen.get(g.bucket.index, frozenset())) for g in gradients
-        ]
+        self.masters = [FlatMaster(g, masters.pop(g.bucket.index, None)) for g in gradients]
         self._by_bucket = {m.bucket.index: m for m in self.masters}
-        if sharded and any(chosen.values()):
-            self.whole = WholeUpdate(comm, at_once=not steps_apart(cls))
-            self._add_whole(chosen)
-        if sharded and any(chosen.values()) and not _is_known(cls):
+        self._comm = comm
+        self._sharded = any(g.bucket.policy.shard_state for g in gradients)
+        self._add_whole(chosen)
+        if self.whole is not None and not _is_known(cls):
             log_once(
                 f"optimizer {cls.__name__} is not known to update each element by itself: every rank updates whole parameters, "
                 "which is right and moves more bytes; a class attribute `elementwise = True` gives it slices"
@@ -88,17 +85,10 @@ class Parts:
                     f"parameter '{name}' of shape {tuple(p.shape)} was frozen or not there when the engine was made, so it has "
                     "no gradient here; call engine.destroy() and zeroengine.initialize with it"
                 )
-        if is_elementwise(self._cls, group):
-            return self.take([group])[0]
-        if any(not m.bucket.policy.shard_state for m in self.masters):
-            raise ConfigError(
-                f"optimizer {self._cls.__name__} takes whole parameters, and at this stage they are laid out when the engine is "
-                "made; give all groups to zeroengine.initialize (a group with lr 0 for later)"
-            )
-        if self.whole is not None and steps_apart(self._cls):
-            self._add_whole(self._choose([group]))
-            return self.take([group])[0]
-        raise ConfigError(f"groups cannot be added to {self._cls.__name__} while it runs; give all to zeroengine.initialize")
+            if id(p) in self._taken:
+                raise ConfigError(f"parameter '{slot.name}' is in parameter group {self._taken[id(p)]} already")
+        self._add_whole(self._choose([group]))
+        return self.take([group])[0]
 
     def _choose(self, groups: Groups) -> dict[int, frozenset[int]]:
         """By bucket, the parameters that are updated whole."""
@@ -113,11 +103,16 @@ class Parts:
         return {bucket: frozenset(indices) for bucket, indices in chosen.items()}
 
     def _add_whole(self, chosen: dict[int, frozenset[int]]) -> None:
-        entries = [(self._by_bucket[b], i) for b in sorted(chosen) for i in sorted(chosen[b]) if b in self._by_bucket]
-        for master in self.masters:
-            master.apart = master.apart | chosen.get(master.bucket.index, frozenset())
-        if self.whole is not None:
-            self.whole.add(entries)
+        for bucket, indices in chosen.items():
+            if bucket in self._by_bucket:
+                self._by_bucket[bucket].widen(indices)
+        if not self._sharded or not chosen:
+            return
+        if self.whole is None:
+            # as much at once as the mechanism holds of values and gradients
+            size = max(m.bucket.layout.padded for m in self.masters)
+            self.whole = WholeUpdate(self._comm, not steps_apart(self._cls), size)
+        self.whole.add([(self._by_bucket[b], i) for b in sorted(chosen) for i in sorted(chosen[b]) if b in self._by_bucket])
 
     def _place(self, p: Tensor, group: int) -> tuple[int, int, str] | None:
         """(bucket, index, name); None for a parameter without elements or frozen."""
@@ -138,6 +133,12 @@ class Attached:
 
     inner: torch.optim.Optimizer
     parts: Parts
+    prepare: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """A group of parameters that are in none so far."""
+        for each in [group] if self.prepare is None else self.prepare([group]):
+            self.inner.add_param_group({**each, "params": self.parts.add(each)})
 
 
 def attach(
@@ -157,7 +158,7 @@ def attach(
         groups = groups if prepare is None else prepare(groups)
         parts = Parts(gradients, masters, comm, cls, groups)
         inner = source([{**group, "params": mine} for group, mine in zip(groups, parts.take(groups), strict=True)])
-        return Attached(inner, parts)
+        return Attached(inner, parts, prepare)
     inner = source if isinstance(source, torch.optim.Optimizer) else _call(source, groups)
     check_usable(type(inner))
     check_fresh(inner)

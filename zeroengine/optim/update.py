@@ -34,12 +34,11 @@ class Part:
 class FlatMaster:
     """Master values of the range of one bucket that this rank updates, and their link to values and gradients.
 
-    For fp32 and fp64 buckets the master *is* the bucket's memory; for 16-bit ones it is an fp32 copy. `whole`: indices
-    of the parameters that the optimizer must see in their own shape. Where this rank updates everything, their parts
-    have it; where it updates a slice, their parts are not linked to gradients and `WholeUpdate` updates them.
+    For fp32 and fp64 buckets the master *is* the bucket's memory; for 16-bit ones it is an fp32 copy. `apart`:
+    indices of the parameters that `WholeUpdate` updates; their parts are not linked to gradients.
     """
 
-    def __init__(self, gradients: BucketGradients, master: Tensor | None, whole: frozenset[int] = frozenset()) -> None:
+    def __init__(self, gradients: BucketGradients, master: Tensor | None) -> None:
         self.gradients = gradients
         self.bucket: Bucket = gradients.bucket
         bucket = self.bucket
@@ -48,15 +47,13 @@ class FlatMaster:
         self.separate = master is not None
         self.flat: Tensor = self._values if master is None else master
         self.parts: dict[int, list[Part]] = {}
-        self.apart = whole if bucket.policy.shard_state else frozenset()
-        for index, start, end, at in self._ranges(whole):
+        self.apart: frozenset[int] = frozenset()
+        for index, start, end, at in self._ranges():
             spec = bucket.layout.specs[index]
-            view = self.flat[at : at + end - start]
-            view = view.view(spec.shape) if index in whole and end - start == spec.numel else view
-            part = Part(spec.name, spec.shape, start, at, nn.Parameter(view.detach()))
+            part = Part(spec.name, spec.shape, start, at, nn.Parameter(self.flat[at : at + end - start].detach()))
             self.parts.setdefault(index, []).append(part)
 
-    def _ranges(self, whole: frozenset[int]) -> Iterator[tuple[int, int, int, int]]:
+    def _ranges(self) -> Iterator[tuple[int, int, int, int]]:
         """(parameter, start, end, position in `flat`). Where this rank updates everything, parameters are still cut at the
         borders of the ranks' slices: torch's fused loops round the last few elements of a tensor differently, and the
         stages must agree to the last bit. Not with so many ranks that the cuts would cost time."""
@@ -66,13 +63,21 @@ class FlatMaster:
             for s in layout.segments(own.start, own.stop):
                 yield s.index, s.start, s.end, s.at
             return
-        for i in sorted(whole):
-            yield i, 0, layout.specs[i].numel, layout.specs[i].offset
         cuts = [layout.slice_of(r) for r in range(layout.shards)] if layout.shards <= _CUT_RANKS else [(0, layout.padded)]
         for start, end in cuts:
             for s in layout.segments(start, end):
-                if s.index not in whole:
-                    yield s.index, s.start, s.end, start + s.at
+                yield s.index, s.start, s.end, start + s.at
+
+    def widen(self, indices: frozenset[int]) -> None:
+        """From now on the optimizer sees the parameters of these indices in their own shape: here where this rank updates
+        everything, else they are `apart`. It must not know parts of them yet."""
+        if self.bucket.policy.shard_state:
+            self.apart |= indices
+            return
+        for index in indices:
+            spec = self.bucket.layout.specs[index]
+            view = nn.Parameter(self.flat[spec.offset : spec.end].view(spec.shape).detach())
+            self.parts[index] = [Part(spec.name, spec.shape, 0, spec.offset, view)]
 
     def link(self, used: frozenset[str]) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters get None, as in torch."""

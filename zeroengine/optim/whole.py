@@ -19,10 +19,6 @@ from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.layout import ParamSpec
 from zeroengine.zero.residency import stub_for
 
-ROUND = 4 * 1024 * 1024
-"""Elements that an owner takes in one round: its temporary memory is a gradient and a master of this size, or of the
-largest parameter."""
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -60,9 +56,10 @@ Range = Callable[[Member, Cut], Tensor]
 
 class WholeUpdate:
     """Owners of the whole parameters of one engine, and their update. `at_once` steps all of them by one call, for an
-    optimizer that counts its calls; else rounds bound the memory."""
+    optimizer that counts its calls. Else there are rounds, in which an owner takes parameters of `round_size` elements
+    together, or one larger parameter: its temporary memory is a gradient and a master of that size."""
 
-    def __init__(self, comm: Communicator, at_once: bool, round_size: int = ROUND) -> None:
+    def __init__(self, comm: Communicator, at_once: bool, round_size: int) -> None:
         self._comm = comm
         self._at_once = at_once
         self._round_size = round_size
