@@ -20,6 +20,8 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.schedules import apply_last_rates
+from zeroengine.optim.state import restore_state, state_pieces
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
 
@@ -65,40 +67,8 @@ def master_pieces(optimizer: ZeroOptimizer) -> Pieces:
 
 
 def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
-    """This rank's parts of the optimizer's tensors; 0-d tensors (step counts) are the same wherever a parameter is."""
-    found: Pieces = {}
-    for view, piece in optimizer.pieces():
-        for key, value in optimizer.state.get(view, {}).items():
-            if not isinstance(value, Tensor):
-                continue
-            name = f"optim.{piece.name}.{key}"
-            if value.dim() == 0:
-                found.setdefault(name, [Piece(piece.name, torch.Size([]), 0, value.view(1))])
-            else:
-                found.setdefault(name, []).append(Piece(piece.name, piece.shape, piece.start, value.view(-1)))
-    return found
-
-
-def make_state(optimizer: ZeroOptimizer) -> None:
-    """Lets the torch optimizer create its state, by a step that changes nothing: no gradient, learning rate or decay."""
-    inner = optimizer.optimizer
-    if inner.state:
-        return
-    kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
-    try:
-        for group in inner.param_groups:
-            for key in ("lr", "weight_decay"):
-                if key in group:
-                    group[key] = 0.0
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        with torch.no_grad():
-            inner.step()
-    finally:
-        for group, values in zip(inner.param_groups, kept, strict=True):
-            group.update(values)
-            for p in group["params"]:
-                p.grad = None
+    """This rank's parts of what the torch optimizer keeps; see `state_pieces`."""
+    return state_pieces(optimizer.optimizer, optimizer.held())
 
 
 class CheckpointMethods:
@@ -190,23 +160,34 @@ class CheckpointMethods:
             raise CheckpointError(
                 f"{found} lacks the masters of {', '.join(masters.missing[:5])}; load with load_module_only=True"
             )
-        make_state(optimizer)
+        optimizer.make_state()
         wanted = optimizer_pieces(optimizer)
         state = load(found, wanted, strict=False, only=["optim."], verify=False, **where)
-        if wanted and all(key in state.missing for key in wanted):
+        without = self._without_state(found, wanted, set(state.missing))
+        restore_state(optimizer.optimizer, optimizer.held(), wanted, without)
+
+    def _without_state(self, found: Path, wanted: Pieces, missing: set[str]) -> set[str]:
+        """Parameters that had no gradient before the save: they have no state there, and must have none here. Raises
+        `CheckpointError` on all ranks if the checkpoint is another optimizer's. Collective."""
+        lacks: dict[str, list[bool]] = {}
+        for key in wanted:
+            lacks.setdefault(key.removeprefix("optim.").rpartition(".")[0], []).append(key in missing)
+        without = {name for name, absent in lacks.items() if all(absent)}
+        partly = sorted(name for name, absent in lacks.items() if any(absent) and not all(absent))
+        facts = torch.tensor([len(lacks), len(without), len(partly)])
+        every, empty, odd = self.mesh.control.exchange(facts, "optimizer state found").sum(0).tolist()
+        if every and empty == every:
             raise CheckpointError(
                 f"{found} has no optimizer state for these parameters; load it with load_optimizer_states=False to train on from "
                 "its weights"
             )
-        # Parameters that had no gradient before the save have no state there, and must have none here.
-        without = {key.removeprefix("optim.").rpartition(".")[0] for key in state.missing}
-        for view, piece in optimizer.pieces():
-            if piece.name in without:
-                optimizer.state.pop(view, None)
-                continue
-            for key, value in optimizer.state.get(view, {}).items():  # several parts of one parameter count the same steps
-                if isinstance(value, Tensor) and value.dim() == 0:
-                    value.copy_(wanted[f"optim.{piece.name}.{key}"][0].data[0])
+        if odd:
+            example = f", for example '{partly[0]}'" if partly else ""
+            raise CheckpointError(
+                f"{found} has only a part of what this optimizer keeps for {odd} parameters{example}: it was saved with other "
+                "optimizer options; load it with load_optimizer_states=False, or train with the optimizer it was saved with"
+            )
+        return without
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer
@@ -239,6 +220,8 @@ class CheckpointMethods:
                 log_rank0("the checkpoint has another number of parameter groups; learning rates stay as configured", 30)
         if with_scheduler and values["scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(values["scheduler"])
+            if not with_state:
+                apply_last_rates(self.lr_scheduler)
         if values["epoch"] is not None and self.training_dataloader is not None:
             self.training_dataloader.epoch = values["epoch"]
 
