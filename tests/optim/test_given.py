@@ -17,7 +17,7 @@ from zeroengine.errors import CheckpointError, ConfigError
 from zeroengine.optim.build import named_groups, optimizer_factory, param_groups
 from zeroengine.optim.kinds import is_elementwise, steps_apart
 from zeroengine.optim.lamb import Lamb
-from zeroengine.optim.lion import Lion
+from zeroengine.ops.lion import FusedLion as Lion
 from zeroengine.optim.muon import MuonWithAdamW, split_groups
 
 

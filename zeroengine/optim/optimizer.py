@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import NonFiniteError
 from zeroengine.logging import log_rank0
+from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.parts import Attached
@@ -146,6 +147,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _update(self, used: frozenset[str], factor: float) -> None:
+        inner = self.optimizer
+        fused = isinstance(inner, FusedOptimizer)
+        if isinstance(inner, FusedOptimizer):
+            grads: dict[Tensor, Tensor] = {}
+            copies: dict[Tensor, Tensor] = {}
+            for master in self.masters:
+                master.feed(used, grads, copies)
+            inner.step(grad_scale=factor, copies=copies, grads=grads)
+        else:
+            self._update_by_torch(used, factor)
+        for master in self.masters:
+            master.publish(written=fused)
+        for master in self.masters:
+            master.bucket.wait()
+
+    def _update_by_torch(self, used: frozenset[str], factor: float) -> None:
         for master in self.masters:
             if factor < 1.0:
                 master.gradients.updated.mul_(factor)
@@ -156,10 +173,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             master.unlink()
         if self.parts.whole is not None:
             self.parts.whole.update(self.optimizer.step, used)
-        for master in self.masters:
-            master.publish()
-        for master in self.masters:
-            master.bucket.wait()
 
     def _has_flat_parts(self) -> bool:
         """Else every call of the inner `step` is one for whole parameters: some optimizers count their calls."""

@@ -38,7 +38,9 @@ class FlatMaster:
     indices of the parameters that `WholeUpdate` updates; their parts are not linked to gradients.
     """
 
-    def __init__(self, gradients: BucketGradients, master: Tensor | None) -> None:
+    def __init__(self, gradients: BucketGradients, master: Tensor | None, cut: bool) -> None:
+        """`cut`: where this rank updates everything, parameters are cut at the borders of the ranks' slices. torch's fused
+        loops round the last few elements of a tensor differently, and the stages must agree to the last bit."""
         self.gradients = gradients
         self.bucket: Bucket = gradients.bucket
         bucket = self.bucket
@@ -48,22 +50,21 @@ class FlatMaster:
         self.flat: Tensor = self._values if master is None else master
         self.parts: dict[int, list[Part]] = {}
         self.apart: frozenset[int] = frozenset()
-        for index, start, end, at in self._ranges():
+        for index, start, end, at in self._ranges(cut):
             spec = bucket.layout.specs[index]
             part = Part(spec.name, spec.shape, start, at, nn.Parameter(self.flat[at : at + end - start].detach()))
             self.parts.setdefault(index, []).append(part)
 
-    def _ranges(self) -> Iterator[tuple[int, int, int, int]]:
-        """(parameter, start, end, position in `flat`). Where this rank updates everything, parameters are still cut at the
-        borders of the ranks' slices: torch's fused loops round the last few elements of a tensor differently, and the
-        stages must agree to the last bit. Not with so many ranks that the cuts would cost time."""
+    def _ranges(self, cut: bool) -> Iterator[tuple[int, int, int, int]]:
+        """(parameter, start, end, position in `flat`). Not cut for so many ranks that it would cost time."""
         layout, policy = self.bucket.layout, self.bucket.policy
         if policy.shard_state:
             own = self.bucket.own
             for s in layout.segments(own.start, own.stop):
                 yield s.index, s.start, s.end, s.at
             return
-        cuts = [layout.slice_of(r) for r in range(layout.shards)] if layout.shards <= _CUT_RANKS else [(0, layout.padded)]
+        cut = cut and layout.shards <= _CUT_RANKS
+        cuts = [layout.slice_of(r) for r in range(layout.shards)] if cut else [(0, layout.padded)]
         for start, end in cuts:
             for s in layout.segments(start, end):
                 yield s.index, s.start, s.end, start + s.at
@@ -92,14 +93,27 @@ class FlatMaster:
                 grad = grads[part.at : part.at + part.view.numel()].view(part.view.shape)
                 part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
 
+    def feed(self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor]) -> None:
+        """`link` for an optimizer that takes gradients of any type, and writes the values in the pass that makes them."""
+        reduced = self.gradients.updated
+        for index, parts in self.parts.items():
+            for part in parts:
+                if index in self.apart or part.name not in used:
+                    continue
+                here = slice(part.at, part.at + part.view.numel())
+                grads[part.view] = reduced[here].view(part.view.shape)
+                if self.separate:
+                    copies[part.view] = self._values[here].view(part.view.shape)
+
     def unlink(self) -> None:
         for parts in self.parts.values():
             for part in parts:
                 part.view.grad = None
 
-    def publish(self) -> None:
-        """Writes masters to the values and issues what brings them to the other ranks."""
-        if self.separate:
+    def publish(self, written: bool) -> None:
+        """Issues what brings the new values to the other ranks; the optimizer may have `written` them from the masters
+        already (`feed`)."""
+        if self.separate and not written:
             self._values.copy_(self.flat)
         if self.bucket.policy.shard_state:
             self.bucket.publish()
