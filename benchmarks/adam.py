@@ -44,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds for one turn (default: 300)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--png", type=Path, help="also draw them here (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="also draw them here (needs matplotlib)")
     return parser.parse_args(argv)
 
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         settings = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
         write_json(options.json, {"machine": where, "settings": settings, "summary": rows, **measured})
-    if options.png is not None and not plot(rows, options.png):
+    if options.plot is not None and not plot(rows, options.plot):
         say("no plot: matplotlib is not installed")
     return 0 if "zeroengine" in rows else 1
 

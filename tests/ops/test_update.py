@@ -189,6 +189,35 @@ def test_what_the_native_one_does_not_take_goes_to_the_twin(dll: ctypes.CDLL) ->
     assert plain[0]._version > versions, "autograd does not see the native write"
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3], ids=["gradient", "moment", "dtype of a moment", "copy"])
+def test_a_segment_of_other_sizes_never_reaches_the_native_loop(wrong: int) -> None:
+    hypers = (0.1, 0.9, 0.1, 1e-2, 1.0, 1e-8, 0.1, 0.0)
+    sizes = [9] * 4
+    sizes[wrong] = 5 if wrong != 2 else 9
+    kind = torch.bfloat16 if wrong == 2 else torch.float32
+    states = [torch.zeros(sizes[1]), torch.zeros(9, dtype=kind)]
+    one = (torch.ones(9), torch.ones(sizes[0]), states, torch.zeros(sizes[3]), hypers)
+    if wrong == 2:
+        flat.update(ADAMW, [one])
+        assert bool(states[1].isfinite().all()) and one[0][8] != 1
+    else:
+        with pytest.raises(RuntimeError, match="size"):
+            flat.update(ADAMW, [one])
+
+
+def test_long_segments_of_the_twin_are_taken_in_pieces() -> None:
+    kinds = [torch.float32, torch.float32, torch.bfloat16]
+    one = segment(ADAMW, 70_001, kinds, [0.1, 0.9, 0.1, 1e-2, 1.0, 1e-8, 0.1], 3, True, 0)
+    other = cloned(one)
+    flat._update_by_twin(ADAMW, one, 0.5)
+    param, grad, states, copy, hypers = other
+    ADAMW.twin(param, grad * 0.5, states, hypers)
+    assert copy is not None
+    copy.copy_(param)
+    for x, y in zip(parts(one), parts(other), strict=True):
+        assert_same_bits(x, y)
+
+
 def test_sizes_and_devices_are_checked() -> None:
     with pytest.raises(ValueError, match="must be equal"):
         flat.cast([torch.zeros(2)], [torch.zeros(3)])

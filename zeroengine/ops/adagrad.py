@@ -42,19 +42,13 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _plan(
-        self, group: Group, p: Tensor, state: dict[str, Any], known: dict[Any, Numbers]
-    ) -> tuple[Rule, list[Tensor], Numbers]:
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
         if "sum" not in state:
             state["sum"] = self._zeros(p, group["initial_accumulator_value"])
-        step = self._count(state)
-        hypers = known.get((id(group), step))
-        if hypers is None:
-            hypers = adagrad_hypers(
-                step, float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"]
-            )
-            known[id(group), step] = hypers
-        return ADAGRAD, [state["sum"]], hypers
+        return ADAGRAD, [state["sum"]]
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        return adagrad_hypers(mark, float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"])
 
 
 class CPUAdagrad(FusedAdagrad):

@@ -48,23 +48,21 @@ class FusedAdam(FusedOptimizer):
     def _fixed(self) -> dict[str, Any]:
         return {"decoupled_weight_decay": self.adam_w_mode}  # torch's name for it
 
-    def _plan(
-        self, group: Group, p: Tensor, state: dict[str, Any], known: dict[Any, Numbers]
-    ) -> tuple[Rule, list[Tensor], Numbers]:
-        names = ["exp_avg", "exp_avg_sq"]
-        if group["amsgrad"]:
-            names.append("max_exp_avg_sq")
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
+        largest = group["amsgrad"]
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if largest else ("exp_avg", "exp_avg_sq")
         for name in names:
             if name not in state:
                 state[name] = self._zeros(p)
-        step = self._count(state)
-        hypers = known.get((id(group), step))
-        if hypers is None:
-            lr, decoupled, corrected = float(group["lr"]), self.adam_w_mode, group["bias_correction"]
-            hypers = adam_hypers(step, lr, group["betas"], group["eps"], group["weight_decay"], decoupled, corrected)
-            known[id(group), step] = hypers
-        plain, largest = (ADAMW, ADAMW_MAX) if self.adam_w_mode else (ADAM, ADAM_MAX)
-        return largest if group["amsgrad"] else plain, [state[name] for name in names], hypers
+        if self.adam_w_mode:
+            rule = ADAMW_MAX if largest else ADAMW
+        else:
+            rule = ADAM_MAX if largest else ADAM
+        return rule, [state[name] for name in names]
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        lr, decoupled, corrected = float(group["lr"]), self.adam_w_mode, group["bias_correction"]
+        return adam_hypers(mark, lr, group["betas"], group["eps"], group["weight_decay"], decoupled, corrected)
 
 
 class CPUAdam(FusedAdam):

@@ -37,7 +37,7 @@ def update(rule: Rule, segments: Sequence[Segment], scale: float | Tensor = 1.0)
         dll = choose("update", device).dll
         fast: list[Segment] = []
         for segment in those:
-            if dll is not None and _fits(_tensors(segment)):
+            if dll is not None and _takes(segment):
                 fast.append(segment)
             else:
                 _update_by_twin(rule, segment, scale)
@@ -92,6 +92,23 @@ def _tensors(segment: Segment) -> Iterator[Tensor]:
     yield from states
     if copy is not None:
         yield copy
+
+
+def _takes(segment: Segment) -> bool:
+    """Whether the native loop may have a segment: it trusts sizes and types. The twin takes the rest, or says what is wrong."""
+    param, grad, states, copy, _ = segment
+    n, device = param.numel(), param.device
+    if param.dtype not in KINDS or grad.dtype not in KINDS or not param.is_contiguous() or not grad.is_contiguous():
+        return False
+    if grad.numel() != n or grad.device != device:
+        return False
+    for state in states:
+        fits = state.dtype is torch.float32 and state.numel() == n and state.device == device and state.is_contiguous()
+        if not fits:
+            return False
+    return copy is None or (
+        copy.dtype in KINDS and copy.numel() == n and copy.device == device and copy.is_contiguous()
+    )
 
 
 def _fits(tensors: Iterable[Tensor]) -> bool:

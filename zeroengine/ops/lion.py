@@ -30,17 +30,13 @@ class FusedLion(FusedOptimizer):
         check_range("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "betas": as_betas(betas), "weight_decay": weight_decay})
 
-    def _plan(
-        self, group: Group, p: Tensor, state: dict[str, Any], known: dict[Any, Numbers]
-    ) -> tuple[Rule, list[Tensor], Numbers]:
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
         if "exp_avg" not in state:
             state["exp_avg"] = self._zeros(p)
-        self._count(state)
-        hypers = known.get(id(group))
-        if hypers is None:
-            hypers = lion_hypers(float(group["lr"]), group["betas"], group["weight_decay"])
-            known[id(group)] = hypers
-        return LION, [state["exp_avg"]], hypers
+        return LION, [state["exp_avg"]]
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        return lion_hypers(float(group["lr"]), group["betas"], group["weight_decay"])
 
 
 class CPULion(FusedLion):

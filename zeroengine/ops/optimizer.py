@@ -38,6 +38,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     elementwise: ClassVar[bool] = True
+    counted: ClassVar[bool] = True  # each parameter has a state `step`
 
     @torch.no_grad()
     def step(
@@ -71,25 +72,51 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if grad is not None:
                     self._check(f"parameter {i} of group {g}", p, grad, None if copies is None else copies.get(p))
                     found.append((group, p, grad))
+        ready = [(group, p, *self._ready(group, p)) for group, p, _ in found]
+        marks = self._marks([p for _, p, _ in found], [fresh for *_, fresh in ready])
         work: dict[Rule, list[Segment]] = {}
-        known: dict[Any, Numbers] = {}
-        for group, p, grad in found:
-            state = self.state.get(p, {})
-            rule, states, hypers = self._plan(group, p, state, known)
-            if state:
-                self.state[p] = state
+        known: dict[tuple[int, float], Numbers] = {}
+        for (group, p, rule, states, _), (_, _, grad), mark in zip(ready, found, marks, strict=True):
+            hypers = known.get((id(group), mark))
+            if hypers is None:
+                hypers = known[id(group), mark] = self._hypers(group, mark)
             copy = None if copies is None else copies.get(p)
             work.setdefault(rule, []).append((p, grad, states, copy, hypers))
         for rule, segments in work.items():
             flat.update(rule, segments, grad_scale)
         return loss
 
-    def _plan(
-        self, group: Group, p: Tensor, state: dict[str, Any], known: dict[Any, Numbers]
-    ) -> tuple[Rule, list[Tensor], Numbers]:
-        """The rule of `p` in this step, its states (made if need be, counted on) and numbers. `known` keeps numbers that
-        parameters of a group share."""
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
+        """The rule of `p` in this step and its states, which are made if need be."""
         raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        """Numbers of a group's parameters in their step number `mark`, from 1 (where steps are not counted: 1 is the first,
+        2 every other)."""
+        raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
+
+    def _ready(self, group: Group, p: Tensor) -> tuple[Rule, list[Tensor], bool]:
+        """The rule, the states, and whether the parameter had none."""
+        state = self.state.get(p, {})
+        fresh = all(value is None for value in state.values())
+        rule, states = self._prepare(group, p, state)
+        if self.counted:
+            step = state.get("step")
+            if not isinstance(step, Tensor) or step.device.type != "cpu":
+                state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
+        if fresh and state:
+            self.state[p] = state
+        return rule, states, fresh
+
+    def _marks(self, params: list[Tensor], fresh: list[bool]) -> list[float]:
+        """Adds one to the steps of the parameters and returns them. A step is a 0-dim fp32 tensor on the CPU, as in torch."""
+        if not self.counted:
+            return [1.0 if f else 2.0 for f in fresh]
+        steps = [self.state[p]["step"] for p in params]
+        if not steps:
+            return []
+        torch._foreach_add_(steps, 1.0)
+        return torch.stack(steps).tolist()
 
     def _check(self, who: str, p: Tensor, grad: Tensor, copy: Tensor | None) -> None:
         name = type(self).__name__
@@ -104,15 +131,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     # --- state --------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _count(state: dict[str, Any]) -> float:
-        """Adds one to the parameter's steps and returns them. A 0-dim fp32 tensor on the CPU, as torch has it."""
-        step = state.get("step")
-        if not isinstance(step, Tensor) or step.device.type != "cpu":
-            step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
-        step += 1
-        return float(step)
 
     @staticmethod
     def _zeros(p: Tensor, fill: float = 0.0) -> Tensor:

@@ -15,6 +15,8 @@ from zeroengine.ops.rules import SGD, SGD_MOMENTUM, SGD_NESTEROV, Numbers, Rule,
 class FusedSGD(FusedOptimizer):
     """torch.optim.SGD: momentum with dampening or Nesterov's, weight decay. State, with momentum: `momentum_buffer`."""
 
+    counted = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -40,17 +42,13 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _plan(
-        self, group: Group, p: Tensor, state: dict[str, Any], known: dict[Any, Numbers]
-    ) -> tuple[Rule, list[Tensor], Numbers]:
-        momentum = float(group["momentum"])
-        first = state.get("momentum_buffer") is None
-        hypers = known.get((id(group), first))
-        if hypers is None:
-            hypers = sgd_hypers(first, float(group["lr"]), momentum, group["dampening"], group["weight_decay"])
-            known[id(group), first] = hypers
-        if momentum == 0:
-            return SGD, [], hypers
-        if first:
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
+        if group["momentum"] == 0:
+            return SGD, []
+        if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = self._zeros(p)
-        return SGD_NESTEROV if group["nesterov"] else SGD_MOMENTUM, [state["momentum_buffer"]], hypers
+        return SGD_NESTEROV if group["nesterov"] else SGD_MOMENTUM, [state["momentum_buffer"]]
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        first, momentum = mark == 1.0, float(group["momentum"])
+        return sgd_hypers(first, float(group["lr"]), momentum, group["dampening"], group["weight_decay"])
