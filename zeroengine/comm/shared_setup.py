@@ -36,17 +36,16 @@ class _Offer:
     machine: str
     pid: int
     fd: int
-    bytes: int
+    size: int
     control: int
     device: int
     inode: int
 
     _NUMBERS = struct.Struct("<6q")
     _TEXT = 160
-    SIZE = _NUMBERS.size + 2 * _TEXT
 
     def pack(self) -> bytes:
-        numbers = self._NUMBERS.pack(self.pid, self.fd, self.bytes, self.control, self.device, self.inode)
+        numbers = self._NUMBERS.pack(self.pid, self.fd, self.size, self.control, self.device, self.inode)
         return b"".join([numbers, *(t.encode()[: self._TEXT].ljust(self._TEXT, b"\0") for t in (self.reason, self.machine))])
 
     @classmethod
@@ -159,12 +158,12 @@ class SharedMemory:
             file = os.fstat(fd)
             if (file.st_dev, file.st_ino) != (offer.device, offer.inode):
                 raise OSError(f"/proc/{offer.pid}/fd/{offer.fd} is another file")
-            at = int(library.map(fd, offer.bytes, 1))
+            at = int(library.map(fd, offer.size, 1))
         finally:
             os.close(fd)
         if at <= 0:
             raise OSError(-at, os.strerror(-at))
-        self._peers[offer.device, offer.inode] = (at, offer.bytes)
+        self._peers[offer.device, offer.inode] = (at, offer.size)
         return at
 
     def _tell(self, name: str, rank: int, reason: str) -> None:
