@@ -61,6 +61,10 @@ class SharedMemory:
     """This process' arena and the peers' arenas, for all groups of one fabric. Made on first use."""
 
     def __init__(self, world_size: int) -> None:
+        """Raises ConfigError for a value of ZE_COMM that is none."""
+        self._mode = os.environ.get(ENVIRONMENT, "").strip().lower() or "auto"
+        if self._mode not in _CHOICES:
+            raise ConfigError(f"{ENVIRONMENT}={self._mode}: it is one of {', '.join(_CHOICES)}")
         self._budget = _ADDRESS_SPACE // max(1, world_size)
         self._native: Native | None = None
         self._arena: Arena | None = None
@@ -118,11 +122,8 @@ class SharedMemory:
         """Makes the arena; why there is none, or nothing."""
         if self._arena is not None:
             return ""
-        wanted = os.environ.get(ENVIRONMENT, "").strip().lower() or "auto"
-        if wanted not in _CHOICES:
-            raise ConfigError(f"{ENVIRONMENT}={wanted}: it is one of {', '.join(_CHOICES)}")
-        if wanted != "auto":
-            return f"{ENVIRONMENT}={wanted}"
+        if self._mode != "auto":
+            return f"{ENVIRONMENT}={self._mode}"
         if not machine_id():
             return "there is no /proc"
         found = native()
@@ -170,7 +171,7 @@ class SharedMemory:
         if self._told or rank != 0:
             return
         self._told = True
-        level = logger.debug if reason.endswith("ZE_COMM=gloo") else logger.info
+        level = logger.debug if reason.endswith(f"{ENVIRONMENT}=gloo") else logger.info
         level(f"communicator {name!r} moves data over Gloo: {reason}")
 
 
