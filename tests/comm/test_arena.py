@@ -89,3 +89,17 @@ def test_a_full_arena_gives_ordinary_memory(library: Native) -> None:
     t = arena.tensor(arena.size // 4 + 1, torch.float32)
     assert not arena.base <= t.data_ptr() < arena.base + arena.size
     arena.close()
+
+
+def test_a_forked_child_frees_nothing_of_its_parents(library: Native) -> None:
+    arena = Arena(library, 1 << 40)
+    tensors = [arena.tensor(8 * MIB, torch.float32).fill_(5.0) for _ in range(4)]
+    child = os.fork()
+    if child == 0:
+        tensors.clear()
+        gc.collect()
+        place = arena.tensor(MIB, torch.float32).data_ptr()
+        os._exit(int(arena.base <= place < arena.base + arena.size))
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(float(t[0]) == 5.0 for t in tensors) and pages(arena) == 128 * MIB
+    arena.close()

@@ -32,7 +32,8 @@ class Arena:
     """Blocks of one mapped file. `fd`, `base` (address), `size` (bytes).
 
     A block from `tensor` is free again when the last tensor that refers to its memory is gone; its pages are kept for a
-    block of the same size, up to a bound. After `close` the mapping goes with the last tensor.
+    block of the same size, up to a bound. After `close` the mapping goes with the last tensor. A forked child sees the
+    memory of its parent, as with every shared mapping, and gets ordinary memory from `tensor`.
 
     Raises OSError where the system has no `memfd_create` or refuses the mapping.
     """
@@ -42,6 +43,7 @@ class Arena:
         if not hasattr(os, "memfd_create"):
             raise OSError("the system has no memfd_create")
         self._native = native
+        self._pid = os.getpid()
         self.fd = os.memfd_create("zeroengine", os.MFD_CLOEXEC)
         try:
             self.base, self.size = self._map(min(budget, _machine_memory()))
@@ -83,6 +85,7 @@ class Arena:
             return self._reserved + sum(self._live.values()) + sum(self._kept.values())
 
     def close(self) -> None:
+        """Ends the arena; `tensor` raises RuntimeError from now on."""
         with self._lock:
             if self._closed:
                 return
@@ -102,6 +105,8 @@ class Arena:
             size = size // 2 // _ALIGN * _ALIGN
 
     def _allocate(self, nbytes: int) -> int | None:
+        if os.getpid() != self._pid:
+            return None
         need = -(-nbytes // _ALIGN) * _ALIGN
         with self._lock:
             if self._closed:
@@ -117,6 +122,8 @@ class Arena:
             return offset
 
     def _give_back(self, offset: int) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child lets go of its copy of a tensor; the memory is still this process' parent's
         self._returned.append(offset)
         if self._closed:
             self._unmap_if_idle()

@@ -79,9 +79,13 @@ class Fabric:
 
     def close(self) -> None:
         """Closes every communicator that is still open. Collective."""
+        stuck = False
         while self._made:
-            self._made.pop().close()
-        self._memory.close()
+            made = self._made.pop()
+            made.close()
+            stuck = stuck or getattr(made, "stuck", False)
+        if not stuck:  # a thread that still reads the peers' memory keeps it mapped
+            self._memory.close()
 
     def shared_bytes(self) -> int:
         """Bytes of memory shared with peers that this rank holds: buffers, those kept for reuse, and staging areas."""

@@ -36,17 +36,16 @@ class _Offer:
     machine: str
     pid: int
     fd: int
-    bytes: int
+    size: int
     control: int
     device: int
     inode: int
 
     _NUMBERS = struct.Struct("<6q")
     _TEXT = 160
-    SIZE = _NUMBERS.size + 2 * _TEXT
 
     def pack(self) -> bytes:
-        numbers = self._NUMBERS.pack(self.pid, self.fd, self.bytes, self.control, self.device, self.inode)
+        numbers = self._NUMBERS.pack(self.pid, self.fd, self.size, self.control, self.device, self.inode)
         return b"".join([numbers, *(t.encode()[: self._TEXT].ljust(self._TEXT, b"\0") for t in (self.reason, self.machine))])
 
     @classmethod
@@ -62,6 +61,10 @@ class SharedMemory:
     """This process' arena and the peers' arenas, for all groups of one fabric. Made on first use."""
 
     def __init__(self, world_size: int) -> None:
+        """Raises ConfigError for a value of ZE_COMM that is none."""
+        self._mode = os.environ.get(ENVIRONMENT, "").strip().lower() or "auto"
+        if self._mode not in _CHOICES:
+            raise ConfigError(f"{ENVIRONMENT}={self._mode}: it is one of {', '.join(_CHOICES)}")
         self._budget = _ADDRESS_SPACE // max(1, world_size)
         self._native: Native | None = None
         self._arena: Arena | None = None
@@ -119,11 +122,8 @@ class SharedMemory:
         """Makes the arena; why there is none, or nothing."""
         if self._arena is not None:
             return ""
-        wanted = os.environ.get(ENVIRONMENT, "").strip().lower() or "auto"
-        if wanted not in _CHOICES:
-            raise ConfigError(f"{ENVIRONMENT}={wanted}: it is one of {', '.join(_CHOICES)}")
-        if wanted != "auto":
-            return f"{ENVIRONMENT}={wanted}"
+        if self._mode != "auto":
+            return f"{ENVIRONMENT}={self._mode}"
         if not machine_id():
             return "there is no /proc"
         found = native()
@@ -159,19 +159,19 @@ class SharedMemory:
             file = os.fstat(fd)
             if (file.st_dev, file.st_ino) != (offer.device, offer.inode):
                 raise OSError(f"/proc/{offer.pid}/fd/{offer.fd} is another file")
-            at = int(library.map(fd, offer.bytes, 1))
+            at = int(library.map(fd, offer.size, 1))
         finally:
             os.close(fd)
         if at <= 0:
             raise OSError(-at, os.strerror(-at))
-        self._peers[offer.device, offer.inode] = (at, offer.bytes)
+        self._peers[offer.device, offer.inode] = (at, offer.size)
         return at
 
     def _tell(self, name: str, rank: int, reason: str) -> None:
         if self._told or rank != 0:
             return
         self._told = True
-        level = logger.debug if reason.endswith("ZE_COMM=gloo") else logger.info
+        level = logger.debug if reason.endswith(f"{ENVIRONMENT}=gloo") else logger.info
         level(f"communicator {name!r} moves data over Gloo: {reason}")
 
 

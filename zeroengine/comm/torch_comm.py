@@ -20,7 +20,7 @@ from zeroengine.comm.transport import SimulatedTransport, Transport
 from zeroengine.comm.verify import HeaderCheck
 
 _CLOSE_SECONDS = 5.0
-_INTERRUPT_SECONDS = 0.5
+_INTERRUPT_SECONDS = 2.0
 
 
 class TorchCommunicator:
@@ -49,6 +49,7 @@ class TorchCommunicator:
         self.rank = dist.get_group_rank(group, dist.get_rank())
         self.size = len(self.ranks)
         self.traffic = Traffic()
+        self.stuck = False  # closed, but a thread is still inside an operation that nothing can end
         self._group: dist.ProcessGroup | None = group
         self._transport: Transport | SharedTransport
         self._transport = shared or (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
@@ -156,17 +157,16 @@ class TorchCommunicator:
     def close(self) -> None:
         if self._group is None:
             return
-        stuck = False
         if self._lane is not None and self._pairs is not None:
             self._lane.close(_CLOSE_SECONDS)
             if self._lane.running():  # its peers do not come
                 self._transport.interrupt()
                 self._lane.close(_INTERRUPT_SECONDS)
             self._pairs.close(_CLOSE_SECONDS)
-            stuck = self._lane.running() or self._pairs.running()
+            self.stuck = self._lane.running() or self._pairs.running()
         self._transport.scratch.clear()
         group, self._group = self._group, None
-        if not stuck:  # a thread that still uses the group keeps it
+        if not self.stuck:  # a thread that still uses the group keeps it
             # The last references go here: Gloo's threads and sockets end now and in this thread, not when and where the
             # garbage collector comes upon an engine that was destroyed.
             self._pairs = None
