@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import NonFiniteError
+from zeroengine.errors import ConfigError, NonFiniteError
 from zeroengine.logging import log_rank0
 from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
@@ -116,7 +116,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Trains parameters that are in no group so far: a dict with `params` and, if they differ, options. The same call on
         every rank. Raises `ConfigError` for parameters that were frozen or absent when the engine was made."""
-        self._attached.add_group(named_groups(param_group)[0])
+        group = named_groups(param_group)[0]
+        if not group["params"]:
+            raise ConfigError("a parameter group to add holds no trainable parameter; unfreeze them first (requires_grad_())")
+        self._attached.add_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
