@@ -26,6 +26,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "run": Command("starts a script on several ranks (the default)", "zeroengine.launcher.run:run"),
+    "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),
 }
 
 
