@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.zero.host import HeapTrimmer, host_memory
 from zeroengine.zero.pool import storage_users
 from zeroengine.zero.residency import ReleasedParameter, Slot, slot_of, stub_for
 
@@ -74,7 +75,7 @@ class HeldParameter:
         flat = flat if dtype is None or not flat.is_floating_point() else flat.to(dtype)
         per_rank = -(-flat.numel() // self.comm.size)
         mine = flat[self.comm.rank * per_rank : (self.comm.rank + 1) * per_rank]
-        self.shard = flat.new_zeros(per_rank)
+        self.shard = host_memory(per_rank, flat.dtype)
         self.shard[: mine.numel()] = mine
         param.data = stub_for(param.shape, flat.dtype, param.device)
         param.__class__ = ReleasedParameter
@@ -85,7 +86,7 @@ class HeldParameter:
         shard, param = self.shard, self._alive()
         if shard is None:
             return
-        flat = shard.new_empty(shard.numel() * self.comm.size)
+        flat = host_memory(shard.numel() * self.comm.size, shard.dtype)
         self.comm.all_gather(flat, shard, self.subject).wait()
         with torch._C.DisableTorchFunctionSubclass():
             param.data = flat[: param.numel()].view(param.shape).to(param.device)
@@ -121,6 +122,7 @@ class HeldGroup:
         self._whole: list[nn.Parameter] = []
         self._members: weakref.WeakSet[HeldParameter] = weakref.WeakSet()
         self._count = 0
+        self._heap = HeapTrimmer()
 
     @property
     def comm(self) -> Communicator:
@@ -151,6 +153,7 @@ class HeldGroup:
                 self._whole.append(param)
             elif state == _State.IDLE and held is not None:
                 held.release(self.dtype)
+                self._heap.freed(param.numel() * param.element_size())
 
     @staticmethod
     def _state(index: int, waiting: list[nn.Parameter]) -> _State:
@@ -217,7 +220,8 @@ class HeldGroup:
         self._whole.pop()
         other = slot_of(copy)
         if other is not None:
-            other.cls, other.bucket.cls, other.bucket.shard = held.cls, held.cls, held.shard.clone()
+            other.cls, other.bucket.cls, other.bucket.shard = held.cls, held.cls, host_memory(held.shard.numel(), held.dtype)
+            other.bucket.shard.copy_(held.shard)
         copy.__class__ = ReleasedParameter
         return copy
 
@@ -225,6 +229,7 @@ class HeldGroup:
         """The parameter is whole and nobody's again; with the last one the communicator ends."""
         param = held._alive()
         held.gather()
+        self._heap.freed(param.nbytes)
         self._whole = [p for p in self._whole if p is not param]
         self._members.discard(held)
         del param._zero  # type: ignore[attr-defined]

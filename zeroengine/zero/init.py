@@ -26,9 +26,10 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
     Constructors and initialisers run as they do outside, on the host and with whole tensors, one module at a time: the values
     are those of rank 0's ordinary construction, whatever the other ranks' seeds. The peak memory of a rank is its share and the
-    largest module's own parameters. Buffers are not touched. Until `zeroengine.initialize` takes the model over, a
-    parameter that is used (a second initialiser, `load_state_dict`, a resized embedding, a forward) is gathered for the
-    time; every rank must therefore do the same with the model. `copy.deepcopy` gives another sharded model.
+    largest module's own parameters (of two modules, where one fills a tensor before it makes it a parameter). Buffers are not
+    touched. Until `zeroengine.initialize` takes the model over, a parameter that is used (a second initialiser,
+    `load_state_dict`, a resized embedding, a forward) is gathered for the time; every rank must therefore do the same with
+    the model. `copy.deepcopy` gives another sharded model.
 
     `module`: an existing model to shard. `dtype`: floating-point parameters are cast to it when they are sharded; without it
     they keep their type, and the engine gets masters of full precision. `timeout`, `stall_timeout`: see the config's
@@ -66,7 +67,6 @@ class Init(contextlib.AbstractContextManager["Init"]):
         if self._enabled and self._depth == 0:
             init_distributed()
             self._hooks.append(torch_module.register_module_parameter_registration_hook(self._registered))
-            self._hooks.append(torch_module.register_module_module_registration_hook(self._complete))
         self._depth += 1
         return self
 
@@ -85,14 +85,11 @@ class Init(contextlib.AbstractContextManager["Init"]):
             return
         if self._building is not module:
             # Constructors go from module to module: the one before is built, or else its parameters come back when used.
+            # Not earlier: what is replaced at once (a head that is tied to an embedding) is never cut, and the new
+            # module's memory is not filled yet.
             self._building = module
             self._group.flush()
         self._group.add(param, f"{type(module).__name__}.{name}")
-
-    def _complete(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is self._building and child is not None:
-            self._building = None
-            self._group.flush()
 
     def _shard(self, module: nn.Module) -> None:
         init_distributed()

@@ -122,7 +122,7 @@ class ReleasedParameter(nn.Parameter):
                     uses.enter_context(source.using(leaf, getattr(func, "__name__", str(func))))
                 result = func(*args, **kwargs)
                 if func is _T.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
-                    return _T._make_subclass(args[0]._zero.cls, result)  # type: ignore[attr-defined]
+                    return _T._make_subclass(args[0]._zero.cls, result)
                 return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
