@@ -177,7 +177,8 @@ class Examined:
     """All that reading a configuration brought to light."""
 
     origin: str
-    written: dict[str, Any]
+    as_given: dict[str, Any]  # "auto" where the user wrote it
+    written: dict[str, Any]  # "auto" filled
     read: Canonical
     config: Config | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -207,9 +208,10 @@ def examine(source: str | os.PathLike[str] | Mapping[str, Any], facts: Mapping[s
     """Reads and checks without raising for what is in the configuration (only if it cannot be read at all)."""
     origin = read(source)
     table = Config.keys()
+    as_given = copy.deepcopy(origin.values)
     result = canonical(origin.values, table)
     undetermined = fill(result, origin.values, table, facts)
-    examined = Examined(origin.origin, origin.values, result, problems=result.problems)
+    examined = Examined(origin.origin, as_given, origin.values, result, problems=result.problems)
     typed = {name: value for name, value in result.values.items() if name in Config.model_fields}
     try:
         examined.config = Config.model_validate(typed)

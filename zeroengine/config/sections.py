@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, model_validator
 
 from zeroengine.config.names import optimizer_name, schedule_name
-from zeroengine.config.spec import Section, ignored, key, refused
+from zeroengine.config.spec import Section, ignored, key, present, refused
 from zeroengine.config.values import (
     Count,
     DtypeName,
@@ -100,6 +100,11 @@ class DataTypesSection(Section):
     buffer_dtype: DtypeName | None = refused(
         None, "Type of the buffers.", "buffers keep the type in which the model made them; cast them in the model"
     )
+    keep_in_fp32_modules: Strings | None = refused(
+        None, "Names of modules whose buffers stay in fp32.",
+        "floating-point buffers follow the weights, except rotary frequencies; keep such a module's buffers in fp32 in "
+        "the model's own code, and remove the key", present,
+    )  # fmt: skip
 
 
 class ActivationCheckpointingSection(Section):
@@ -173,6 +178,6 @@ class TensorParallelSection(Section):
     tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")
     keep_module_on_host: Flag = ignored(False, "Split on the host.", "affects start-up memory only")
     replace_with_kernel_inject: Flag = ignored(False, "Inject kernels.", "affects speed only", "kernel_inject")
-    partition_config: Params | None = refused(None, "Plan of the split.", _PLAN)
+    partition_config: Params | None = refused(None, "Plan of the split.", _PLAN, open_below=True)
     preset_model: Text | None = refused(None, "Named plan of the split.", _PLAN)
     injection_policy_tuple: Strings | None = refused(None, "Old form of a plan.", _PLAN)

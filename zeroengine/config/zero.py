@@ -146,10 +146,13 @@ class ZeroSection(Section):
     override_module_apply: Flag = ignored(True, "Gather in `Module.apply`.", "`Module.apply` works on gathered values")
     log_trace_cache_warnings: Flag = ignored(False, "Log prefetch surprises.", "affects logging only")
     enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked")
+    compute_grad_norm: Flag = ignored(True, "Compute the gradient norm.", "the norm is always known after a step")
+    parameter_alignment: Flag = ignored(False, "Parameters start at aligned addresses.", "affects speed only")
     save_muon_momentum_buffer_in_memory: Flag = ignored(False, "Where Muon's momentum lives.", "affects memory only")
     leaf_module: Params | None = ignored(
-        None, "Modules gathered as a whole.", "modules whose parts are chosen at run time need no marking here"
-    )
+        None, "Modules gathered as a whole.", "modules whose parts are chosen at run time need no marking here",
+        open_below=True,
+    )  # fmt: skip
     cpu_offload_use_pin_memory: Flag | None = ignored(
         None, "Old key that sets nothing.", "use `offload_optimizer.pin_memory`"
     )
@@ -157,10 +160,10 @@ class ZeroSection(Section):
     zero_quantized_weights: Flag = refused(False, "Gather weights in int8 (qwZ).", _QUANTIZED)
     zero_quantized_nontrainable_weights: Flag = refused(False, "Gather frozen weights in int8.", _QUANTIZED)
     zero_quantized_gradients: Flag = refused(False, "Reduce gradients in int4/int8 (qgZ).", _QUANTIZED)
-    zeropp_loco_param: Params | None = refused(None, "Error feedback of qgZ.", _QUANTIZED, asks=present)
+    zeropp_loco_param: Params | None = refused(None, "Error feedback of qgZ.", _QUANTIZED, present, open_below=True)
     zenflow: Params | None = refused(
         None, "Updates unimportant gradients late (ZenFlow).",
-        "delayed updates change the result; remove the section", asks=present,
+        "delayed updates change the result; remove the section", asks=present, open_below=True,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from zeroengine.optim.build import check_trainable, optimizer_factory, param_gro
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
 from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.held import to_device
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -96,7 +97,7 @@ def _initialize(
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
-    model.to(mesh.fabric.device)
+    to_device(model, mesh.fabric.device)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None

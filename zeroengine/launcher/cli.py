@@ -27,6 +27,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "env": Command("reports versions, devices, compilers, and which operation runs how", "zeroengine.ops.report:run"),
     "run": Command("starts a script on several ranks (the default)", "zeroengine.launcher.run:run"),
+    "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),
 }
 
 

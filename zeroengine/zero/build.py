@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
+from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
@@ -53,16 +54,15 @@ class Groups:
 def check_free(module: nn.Module) -> None:
     """Refuses a model that another engine holds or that has no values yet."""
     for name, p in module.named_parameters():
-        slot = slot_of(p)
-        if slot is not None:
+        if slot_of(p) is not None and held_by(p) is None:
             raise ModelError(
                 f"parameter '{name}' belongs to another engine already; call destroy() on that engine first, or build one "
                 "engine for both uses"
             )
         if p.is_meta:
             raise ModelError(
-                f"parameter '{name}' is on the meta device and has no values; materialise the model (model.to_empty(...) and "
-                "load its weights) before zeroengine.initialize"
+                f"parameter '{name}' is on the meta device and has no values; give it some with "
+                "zeroengine.zero.materialize(model, values) before zeroengine.initialize, or build the model inside zero.Init()"
             )
 
 
@@ -122,12 +122,14 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
         policy = policy_for(rule.stage, persistent=persistent)
         if not trainable and not policy.shard_params:
             for name, p in named:  # frozen and whole: no buffer of ours
+                claim([p])
                 values = p.data.contiguous().view(-1)
                 _from_rank0(values, groups, name)
                 p.data = values.view(p.shape).to(dtype)
             continue
         for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
             chosen = [named[i] for i in members]
+            claim([p for _, p in chosen])
             layout = BucketLayout.build([(n, p.shape) for n, p in chosen], groups.params.size)
             bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool)
             flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import DivergenceError
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.held import HeldGroup, HeldParameter
 from zeroengine.zero.residency import ValueSource, slot_of
 from zeroengine.zero.sharder import Sharder
+
+Whole = Bucket | HeldParameter
+Editor = Any  # a `Sharder` of buckets, or a `HeldGroup` of parameters that no engine has yet
 
 
 class GatheredParameters(contextlib.AbstractContextManager[None]):
@@ -29,7 +33,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         enabled: bool = True,
     ) -> None:  # fmt: skip
         given = [params] if isinstance(params, Tensor) else list(params)
-        self._buckets: dict[ValueSource, list[Bucket]] = {}
+        self._buckets: dict[ValueSource, list[Whole]] = {}
         for p in given if enabled else []:
             slot = slot_of(p)
             if slot is not None and slot.source is not None:
@@ -38,13 +42,13 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                     mine.append(slot.bucket)
         self._modifier_rank = modifier_rank
         self._stack = contextlib.ExitStack()
-        self._before: dict[Bucket, Tensor] = {}
+        self._before: dict[Whole, Tensor] = {}
 
     def __enter__(self) -> None:
         for source, buckets in self._buckets.items():
-            if isinstance(source, Sharder):
+            if isinstance(source, (Sharder, HeldGroup)):
                 buckets.sort(key=lambda b: b.index)
-                self._stack.enter_context(source.gathered(buckets))
+                self._stack.enter_context(cast(Editor, source).gathered(buckets))
                 for bucket in buckets:
                     self._before[bucket] = _digest(bucket)
 
@@ -52,13 +56,13 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         try:
             if exc[0] is None:
                 for source in self._buckets:
-                    if isinstance(source, Sharder):
+                    if isinstance(source, (Sharder, HeldGroup)):
                         self._write_back(source)
         finally:
             self._before.clear()
-            self._stack.close()
+            self._stack.__exit__(*exc)
 
-    def _write_back(self, source: Sharder) -> None:
+    def _write_back(self, source: Editor) -> None:
         for bucket in self._buckets[source]:
             if self._modifier_rank is not None and bucket.full is not None:
                 bucket.comm.broadcast(bucket.full, self._modifier_rank, f"edit of {bucket.subject}").wait()
@@ -82,7 +86,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             source.edited(bucket)
 
 
-def _digest(bucket: Bucket) -> Tensor:
+def _digest(bucket: Whole) -> Tensor:
     """Two sums over the bits of the values: equal for equal values, different for nearly all others."""
     if bucket.full is None:
         return torch.zeros(2, dtype=torch.int64)

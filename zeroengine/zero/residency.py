@@ -10,6 +10,7 @@ memory and never a plausible value.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -85,6 +86,10 @@ _METADATA: frozenset[Any] = frozenset(
 )  # fmt: skip
 
 
+# `nn.Parameter(other_parameter)` insists that `detach` gives the class of the other, which parametrizations rely on.
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
+
+
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -113,10 +118,36 @@ class ReleasedParameter(nn.Parameter):
             if func is _T.is_contiguous:
                 return True
             with ExitStack() as uses:
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, ReleasedParameter) and leaf._zero.source is not None:
-                        uses.enter_context(leaf._zero.source.using(leaf, getattr(func, "__name__", str(func))))
-                return func(*args, **kwargs)
+                for leaf, source in _sources(tree_leaves((args, kwargs))):
+                    uses.enter_context(source.using(leaf, getattr(func, "__name__", str(func))))
+                result = func(*args, **kwargs)
+                if func is _T.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+                    return _T._make_subclass(args[0]._zero.cls, result)
+                return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy_of = getattr(self._zero.source, "copy_of", None)
+        if copy_of is None:
+            return nn.Parameter.__deepcopy__(self, memo)
+        result: nn.Parameter = copy_of(self)
+        memo[id(self)] = result
+        return result
+
+
+def _sources(leaves: list[Any]) -> list[tuple[Any, ValueSource]]:
+    """The parameters among `leaves` to ask for, and whom. Those that are whole already, of a source that may release them
+    when it brings another, come first."""
+    whole: list[tuple[Any, ValueSource]] = []
+    released: list[tuple[Any, ValueSource]] = []
+    for leaf in leaves:
+        slot = slot_of(leaf) if isinstance(leaf, nn.Parameter) else None
+        if slot is None or slot.source is None:
+            continue
+        if isinstance(leaf, ReleasedParameter):
+            released.append((leaf, slot.source))
+        elif getattr(slot.source, "whole_on_use", False):
+            whole.append((leaf, slot.source))
+    return whole + released
 
 
 def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
