@@ -26,6 +26,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "run": Command("starts a script on several ranks (the default)", "zeroengine.launcher.run:run"),
+    "schedule": Command("checks, simulates and draws a pipeline schedule", "zeroengine.pipeline.command:run"),
 }
 
 
