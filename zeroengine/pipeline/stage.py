@@ -94,6 +94,10 @@ class StageRunner:
             self._tasks[micro] = WeightTask([], [])
             return [None] * len(flight.inputs)
         found, self._tasks[micro] = input_gradients(roots, given, flight.inputs)
+        if not self.stage:  # the user's own tensors: they get their gradients as from any backward
+            own = [(t, g) for t, g in zip(flight.inputs, found, strict=True) if g is not None]
+            if own:
+                torch.autograd.backward([t for t, _ in own], [g for _, g in own])
         return found
 
     def weight_gradient(self, micro: int) -> None:
