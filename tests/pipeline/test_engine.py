@@ -18,7 +18,7 @@ Case = tuple[str, int, int, int]  # schedule, stages a rank, micro-batches, ZeRO
 def _train(rank: int, world: int, pipeline: int, cases: list[Case], weighted: bool, more: dict[str, Any]) -> list[Any]:
     zeroengine.init_distributed(verbose=False)
     data_rank = rank % (world // pipeline)
-    found = []
+    found, engines = [], []
     for schedule, chunks, micro, stage in cases:
         model = common.module(
             pipeline, schedule=schedule, virtual_stages=chunks, loss_weight=common.targets if weighted else None
@@ -31,7 +31,7 @@ def _train(rank: int, world: int, pipeline: int, cases: list[Case], weighted: bo
         planned = engine.schedule(micro).peak_live[model.stage_rank]
         assert engine.last_run.peak_live == planned, f"{schedule}: held {engine.last_run.peak_live}, planned {planned}"
         found.append((losses, norms, engine.full_state_dict()))
-        engine.destroy()
+        engines.append(engine)
     return found
 
 

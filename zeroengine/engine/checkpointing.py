@@ -134,7 +134,7 @@ class CheckpointMethods:
             pieces.update(optimizer_pieces(optimizer))
         save(
             Path(save_dir) / (tag or f"global_step{self.global_steps}"),
-            pieces,
+            self._pieces_to_save(pieces),
             {**self._counters(), "client_state": dict(client_state or {})},
             {"random": random_states()},
             process_group=None,
@@ -207,6 +207,10 @@ class CheckpointMethods:
             for key, value in optimizer.state.get(view, {}).items():  # several parts of one parameter count the same steps
                 if isinstance(value, Tensor) and value.dim() == 0:
                     value.copy_(wanted[f"optim.{piece.name}.{key}"][0].data[0])
+
+    def _pieces_to_save(self, pieces: Pieces) -> Pieces:
+        """What this rank saves of what it holds."""
+        return pieces
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer

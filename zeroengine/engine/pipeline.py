@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from zeroengine.config import BatchSizes, Config, resolve_batch
+from zeroengine.engine.checkpointing import Pieces
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
-from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, build_stages, check_places, tie_links
+from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
 from zeroengine.engine.state import whole_parameters
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0
@@ -41,9 +42,9 @@ class PipelineEngine(ZeroEngine):
 
     def __init__(
         self, module: PipelineModule, config: Config, batch: BatchSizes, mesh: Mesh, owns_mesh: bool, mechanism: Mechanism,
-        lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms,
+        lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms, ties: Ties,
     ) -> None:  # fmt: skip
-        self._comms = comms
+        self._comms, self._ties = comms, ties
         self._schedules: dict[tuple[bool, int], Checked] = {}
         self._labels: dict[int, Any] = {}
         self._factors: dict[int, float] = {}
@@ -264,7 +265,15 @@ class PipelineEngine(ZeroEngine):
                 wire = Wire(self._comms.control, self._comms.control, peer, torch.device("cpu"))
                 found = wire.get(wire.want("weights", f"weights of pipeline rank {peer}"))
                 mine = {**found, **mine}
-        return mine if rank == 0 else None
+        if rank:
+            return None
+        return {n: v for n, v in mine.items() if self.module.state_names_ties or not n.startswith("tied.")}
+
+    def _pieces_to_save(self, pieces: Pieces) -> Pieces:
+        """Without the tied weights that another stage saves."""
+        kinds = ("model.", "master.", "optim.")
+        others = tuple(kind + name for kind in kinds for name in self._ties.not_owned)
+        return {key: value for key, value in pieces.items() if not key.startswith(others)} if others else pieces
 
 
 class _Hooks:
@@ -321,9 +330,10 @@ def initialize_pipeline(
             check_trainable(module, groups)
     check_free(module)
     module.to(mesh.fabric.device)
-    links = tie_links(module, mesh)
+    ties = Ties(module, comms, mesh.fabric.device)
+    ties.equalize(module)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_stages(module, settings, members, links, trains=source is not None)
+    mechanism = build_stages(module, settings, members, ties, trains=source is not None)
     zero_optimizer = None
     if source is not None:
         try:
@@ -331,7 +341,7 @@ def initialize_pipeline(
         except Exception:
             mechanism.remove()
             raise
-        across = AcrossStages(links, members, comms.control)
+        across = AcrossStages(ties, members, comms.control)
         zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
     scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
     loader = None
@@ -340,7 +350,7 @@ def initialize_pipeline(
             training_data, batch.micro, mesh.data_parallel_size, mesh.control.rank, collate_fn,
             settings.dataloader_drop_last, settings.seed or 0,
         )  # fmt: skip
-    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms)
+    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties)
     checked = engine.schedule(batch.accumulation)
     log_rank0(
         f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, {batch.accumulation} "

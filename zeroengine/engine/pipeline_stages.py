@@ -48,40 +48,61 @@ class StageComms:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TieLink:
-    """A tie that reaches over ranks. `owner`: this rank counts the weight in norms and saves it."""
+class Ties:
+    """Weights shared by stages on several ranks. They move point to point over the pipeline's own stream: the owner adds up
+    in the order of stages and sends the sum, so every stage has the same bits."""
 
-    tie: Tie
-    data: Communicator
-    control: Communicator
-    owner: bool
+    def __init__(self, module: PipelineModule, comms: StageComms, device: torch.device) -> None:
+        self._comms = comms
+        self._device = device
+        self.all = module.ties
+        self.mine: list[tuple[Tie, list[int]]] = []  # with the pipeline ranks that share it, the owner's first
+        self.not_owned: frozenset[str] = frozenset()
+        for tie in module.ties:
+            ranks = list(dict.fromkeys(module.placement[s] for s in tie.stages))
+            if comms.stream.rank in ranks and len(ranks) > 1:
+                self.mine.append((tie, ranks))
+                if ranks[0] != comms.stream.rank:
+                    self.not_owned |= frozenset(tie.names)
 
-
-def tie_links(module: PipelineModule, mesh: Mesh) -> list[TieLink]:
-    """The ties this rank takes part in and that others do as well, in the order of their keys on every rank. Makes the
-    owner's values everybody's. Collective over each tie's ranks."""
-    along = mesh.ranks_along("pp")
-    found = []
-    for tie in module.ties:
-        places = sorted({module.placement[s] for s in tie.stages})
-        if module.stage_rank not in places or len(places) == 1:
-            continue
-        ranks = [along[p] for p in places]
-        make = mesh.fabric.communicator
-        link = TieLink(
-            tie, make(f"tie {tie.key}", ranks), make(f"tie {tie.key} control", ranks, control=True),
-            module.placement[tie.stages[0]] == module.stage_rank,
-        )  # fmt: skip
-        first = places.index(module.placement[tie.stages[0]])
+    def equalize(self, module: PipelineModule) -> None:
+        """Makes the owner's initial values everybody's."""
         by_name = dict(module.named_parameters())
-        for name in tie.names:
-            p = by_name[name]
-            values = p.data.to(mesh.fabric.device).contiguous().view(-1)
-            link.data.broadcast(values, first, name).wait()
-            p.data = values.view(p.shape)
-        found.append(link)
-    return found
+        for tie, ranks in self.mine:
+            for name in tie.names:
+                p = by_name[name]
+                values = p.data.to(self._device).contiguous().view(-1)
+                self._from_owner(values, ranks, name)
+                p.data = values.view(p.shape)
+
+    def sum(self, tie: Tie, ranks: list[int], values: torch.Tensor, subject: str) -> None:
+        """values = sum over the ranks of the tie. 1-D."""
+        stream = self._comms.stream
+        if stream.rank == ranks[0]:
+            theirs = torch.empty_like(values)
+            for peer in ranks[1:]:
+                stream.recv(theirs, peer, f"tied {subject}").wait()
+                values.add_(theirs)
+        else:
+            stream.send(values, ranks[0], f"tied {subject}").wait()
+        self._from_owner(values, ranks, subject)
+
+    def used(self, names: set[str]) -> set[str]:
+        """Of all tied names those that some stage used. Collective over the pipeline where there are ties."""
+        tied = [n for tie in self.all for n in tie.names]
+        if not tied:
+            return set()
+        flags = torch.tensor([n in names for n in tied]).to(torch.int64)
+        anywhere = self._comms.control.exchange(flags, "use of tied weights").amax(0).tolist()
+        return {n for n, flag in zip(tied, anywhere, strict=True) if flag}
+
+    def _from_owner(self, values: torch.Tensor, ranks: list[int], subject: str) -> None:
+        stream = self._comms.stream
+        if stream.rank == ranks[0]:
+            for work in [stream.send(values, peer, f"sum of {subject}") for peer in ranks[1:]]:
+                work.wait()
+        else:
+            stream.recv(values, ranks[0], f"sum of {subject}").wait()
 
 
 class TiedReducer(Reducer):
@@ -94,9 +115,9 @@ class TiedReducer(Reducer):
 class StageReducers(Reducer):
     """The reducers of a rank's stages and ties as one. `parts`: by the name of the part, in the order of registration."""
 
-    def __init__(self, parts: dict[str, Reducer], links: list[TieLink], control: Communicator) -> None:
+    def __init__(self, parts: dict[str, Reducer], ties: Ties, control: Communicator) -> None:
         self.parts = parts
-        self._links = links
+        self._ties = ties
         super().__init__([], control)
         self.gradients = [g for r in parts.values() for g in r.gradients]
 
@@ -143,18 +164,10 @@ class StageReducers(Reducer):
                 reducer.synchronize = False
             else:
                 self.before_gradients(name, last=False)
-        for link in self._links:
-            used |= self._sum(link, used)
-        return frozenset(used)
-
-    def _sum(self, link: TieLink, used: set[str]) -> set[str]:
-        """Adds up a tied weight's gradients of its stages. Returns the names that some stage used."""
-        reducer = self.parts[f"tied.{link.tie.key}"]
-        flags = torch.tensor([n in used for n in link.tie.names]).to(torch.int64)
-        anywhere = link.control.exchange(flags, f"use of tied {link.tie.key}").amax(0)
-        for g in reducer.gradients:
-            link.data.all_reduce(g.updated.view(-1), g.bucket.subject).wait()
-        return {n for n, flag in zip(link.tie.names, anywhere.tolist(), strict=True) if flag}
+        for tie, ranks in self._ties.mine:
+            for g in self.parts[f"tied.{tie.key}"].gradients if f"tied.{tie.key}" in self.parts else []:
+                self._ties.sum(tie, ranks, g.updated.view(-1), g.bucket.subject)
+        return frozenset(used | self._ties.used(used))
 
     def forget(self) -> None:
         for reducer in self.parts.values():
@@ -169,7 +182,7 @@ class StageReducers(Reducer):
             reducer.remove()
 
 
-def build_stages(module: PipelineModule, config: Config, groups: Groups, links: list[TieLink], trains: bool) -> Mechanism:
+def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
     """Shards the stages of this rank. Collective over the ranks with the same stages."""
     check_same(module, groups)
     pool = BufferPool()
@@ -195,15 +208,15 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, links: 
         cls = TiedReducer if name.startswith("tied.") else Reducer
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
-    reducers = StageReducers(parts, links, groups.control)
+    reducers = StageReducers(parts, ties, groups.control)
     return Mechanism(built.buckets, sharder, reducers, pool, reducers.gradients, groups, built.masters if trains else {})
 
 
 class AcrossStages:
     """The norm of the gradients of all stages, and what made it non-finite: the same on every rank."""
 
-    def __init__(self, links: list[TieLink], groups: Groups, control: Communicator) -> None:
-        self._not_mine = frozenset(n for link in links if not link.owner for n in link.tie.names)
+    def __init__(self, ties: Ties, groups: Groups, control: Communicator) -> None:
+        self._not_mine = ties.not_owned
         self._groups = groups
         self._control = control
 

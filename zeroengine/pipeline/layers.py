@@ -95,25 +95,27 @@ class FunctionLayer(nn.Module):
         return self._function(x)
 
 
-def share(container: nn.Module, key: str, attributes: Sequence[str], layers: Sequence[tuple[str, nn.Module]]) -> tuple[str, ...]:
-    """Makes the listed layers use one parameter for each attribute, registered in `container` under `key`: there it has the
-    same name on every stage. Returns the names within the container."""
+def tied_name(key: str, path: str) -> str:
+    """Name of a tied parameter in a `PipelineModule`, the same on every stage."""
+    return f"tied.{key}.{path.replace('.', '_')}"
+
+
+def share(container: nn.Module, key: str, attributes: Sequence[str], layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Makes the listed layers use one parameter for each attribute, registered in `container` under `key`."""
     holder = nn.Module()
     container.add_module(key, holder)
-    names = []
     for path in attributes:
-        short = path.replace(".", "_")
         kept: nn.Parameter | None = None
         for where, layer in layers:
             owner, name, found = attribute(layer, path, where)
             if kept is None:
                 kept = found
             elif found.shape != kept.shape:
-                raise ModelError(f"{where}: '{path}' of shape {tuple(found.shape)} is tied to one of shape {tuple(kept.shape)} (key '{key}')")
+                raise ModelError(
+                    f"{where}: '{path}' of shape {tuple(found.shape)} is tied to one of shape {tuple(kept.shape)} (key '{key}')"
+                )
             owner._parameters[name] = kept
-        holder.register_parameter(short, kept)
-        names.append(f"{key}.{short}")
-    return tuple(names)
+        holder.register_parameter(path.replace(".", "_"), kept)
 
 
 def count_parameters(layer: Any) -> int:

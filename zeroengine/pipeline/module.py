@@ -21,6 +21,7 @@ from zeroengine.pipeline.layers import (
     TiedLayerSpec,
     count_parameters,
     share,
+    tied_name,
 )
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule, find_rule
@@ -90,6 +91,11 @@ class PipelineModule(nn.Module):
     @property
     def local_stages(self) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.placement) if r == self.stage_rank)
+
+    @property
+    def state_names_ties(self) -> bool:
+        """Whether a state_dict lists tied weights under the names of their ties as well."""
+        return True
 
     def part_of(self, name: str) -> str:
         """What a parameter is reduced with: its stage, or its tie."""
@@ -178,9 +184,11 @@ class PipelineModule(nn.Module):
                 if str(i) in self.layers:
                     layer = self.layers[str(i)]
                     local.append((f"layer {i}", layer.module if isinstance(layer, TiedLayer) else layer))
-            names = share(self.tied, key, attributes, local) if local else ()
+            if local:
+                share(self.tied, key, attributes, local)
+            names = tuple(tied_name(key, path) for path in attributes)
             stages = tuple(sorted({self.stage_of_layer(i) for i, _ in groups[key]}))
-            ties.append(Tie(key, tuple(f"tied.{n}" for n in names), stages))
+            ties.append(Tie(key, names, stages))
         return tuple(ties)
 
 
