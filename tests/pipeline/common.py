@@ -57,7 +57,9 @@ def batches(step: int, count: int, data_rank: int, ragged: bool = False) -> Iter
     return iter([batch(step, i, data_rank, ragged) for i in range(count)])
 
 
-def single(micro: int, data_ranks: int, steps: int = 2, weighted: bool = False, clip: float = 0.0) -> tuple[list[float], dict[str, Tensor], list[float]]:
+def single(
+    micro: int, data_ranks: int, steps: int = 2, weighted: bool = False, clip: float = 0.0
+) -> tuple[list[float], dict[str, Tensor], list[float]]:
     """Losses, weights and gradient norms of plain PyTorch on the same global batches."""
     model = module()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -65,7 +67,7 @@ def single(micro: int, data_ranks: int, steps: int = 2, weighted: bool = False, 
     for step in range(steps):
         pairs = [batch(step, i, d, weighted) for d in range(data_ranks) for i in range(micro)]
         counts = [targets(y) if weighted else 1 for _, y in pairs]
-        parts = [cross_entropy(model(x), y) * n / sum(counts) for (x, y), n in zip(pairs, counts, strict=True)]
+        parts = [cross_entropy(model(x), y) * n / sum(counts) for (x, y), n in zip(pairs, counts, strict=True) if n]
         loss = torch.stack(parts).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -80,7 +82,7 @@ def config(stage: int, micro: int, **more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "bucket_size": 300, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
+        "zero_optimization": {"stage": stage, "bucket_size": 300, "stage3_param_persistence_threshold": 0},
         "steps_per_print": None,
         **more,
     }

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import zeroengine
 from tests.pipeline import common
@@ -48,20 +47,25 @@ def compare(results: list[list[Any]], cases: list[Case], data_ranks: int, weight
                 continue
             assert set(got) == set(weights), where
             for name, value in weights.items():
-                assert torch.allclose(got[name], value, rtol=0, atol=2e-6), f"{where}: {name} {(got[name] - value).abs().max()}"
+                far = float((got[name] - value).abs().max())
+                assert far <= 2e-6, f"{where}: {name} differs by {far}"
 
 
 def test_every_schedule_on_two_ranks() -> None:
     cases: list[Case] = [
-        ("gpipe", 1, 4, 0), ("1f1b", 1, 4, 1), ("1f1b", 1, 8, 3), ("zb-h1", 1, 4, 2), ("zb-h1", 1, 4, 3), ("interleaved", 2, 4, 0),
-        ("interleaved", 2, 4, 2), ("zb-v", 2, 4, 1), ("zb-v", 2, 4, 3), ("dualpipe-v", 2, 4, 2), ("dualpipe-v", 2, 8, 0), ("1f1b", 1, 1, 0),
+        ("gpipe", 1, 4, 0), ("1f1b", 1, 4, 1), ("1f1b", 1, 8, 3), ("zb-h1", 1, 4, 2), ("zb-h1", 1, 4, 3),
+        ("interleaved", 2, 4, 0),
+        ("interleaved", 2, 4, 2), ("zb-v", 2, 4, 1), ("zb-v", 2, 4, 3), ("dualpipe-v", 2, 4, 2), ("dualpipe-v", 2, 8, 0),
+        ("1f1b", 1, 1, 0),
     ]  # fmt: skip
     compare(run_ranks(_train, 2, 2, cases, False, {}, timeout=280), cases, 1)
 
 
 def test_sharded_inside_the_stages() -> None:
     """2 stages x 2 data-parallel ranks, ZeRO 0 to 3, with clipping by the norm over all stages."""
-    cases: list[Case] = [("1f1b", 1, 4, 0), ("1f1b", 1, 4, 1), ("zb-h1", 1, 4, 2), ("1f1b", 1, 4, 3), ("interleaved", 2, 4, 3), ("zb-v", 2, 4, 2)]
+    cases: list[Case] = [
+        ("1f1b", 1, 4, 0), ("1f1b", 1, 4, 1), ("zb-h1", 1, 4, 2), ("1f1b", 1, 4, 3), ("interleaved", 2, 4, 3), ("zb-v", 2, 4, 2),
+    ]  # fmt: skip
     compare(run_ranks(_train, 4, 2, cases, False, {"gradient_clipping": 0.5}, timeout=280), cases, 2, clip=0.5)
 
 

@@ -58,13 +58,16 @@ def _run(rank: int, world: int, cases: list[tuple[str, int, int]]) -> list[Any]:
         grads = {s: [p.grad for p in model[s].parameters()] for s in checked.schedule.stages_of(rank)}
         left = sum(r.live for r in executor.runners.values())
         layouts = sum(w.layouts_sent for w in executor._wires.values())
-        found.append(({i: float(v) for i, v in run.outputs.items()}, grads, run.peak_live, checked.peak_live[rank], left, layouts))
+        outputs = {i: float(v) for i, v in run.outputs.items()}
+        found.append((outputs, grads, run.peak_live, checked.peak_live[rank], left, layouts))
     fabric.close()
     return found
 
 
 CASES = {
-    2: [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("zb-v", 4, 2), ("dualpipe-v", 5, 2), ("1f1b", 1, 1)],
+    2: [
+        ("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("zb-v", 4, 2), ("dualpipe-v", 5, 2), ("1f1b", 1, 1),
+    ],
     3: [("1f1b", 5, 1), ("interleaved", 6, 3), ("zb-v", 5, 2)],
 }
 
@@ -85,7 +88,8 @@ def test_equal_to_the_whole_model(world: int) -> None:
             # a change of shape every second micro-batch, on each edge (activation and gradient) of at most 2 a stage
             assert layouts <= 2 * chunks * -(-micro // 2)
         flat = [t for s in sorted(got) for t in got[s]]
-        assert len(flat) == len(expected) and all(torch.allclose(a, b, atol=1e-6) for a, b in zip(flat, expected, strict=True)), name
+        assert len(flat) == len(expected), name
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(flat, expected, strict=True)), name
 
 
 def _trees(rank: int, world: int) -> Any:

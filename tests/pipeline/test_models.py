@@ -35,11 +35,13 @@ ATTRIBUTES = ["norm.weight", "norm.bias", "inner.0.weight"]
 
 
 def _tied_layers() -> list[Any]:
-    return [
-        TiedLayerSpec("b", Pair, tied_weight_attr=ATTRIBUTES), TiedLayerSpec("a", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
-        LayerSpec(Pair), TiedLayerSpec("b", Pair, tied_weight_attr=ATTRIBUTES), TiedLayerSpec("a", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
-        TiedLayerSpec("b", Pair, tied_weight_attr=ATTRIBUTES),
-    ]  # fmt: skip
+    def a() -> TiedLayerSpec:
+        return TiedLayerSpec("a", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"])
+
+    def b() -> TiedLayerSpec:
+        return TiedLayerSpec("b", Pair, tied_weight_attr=ATTRIBUTES)
+
+    return [b(), a(), LayerSpec(Pair), b(), a(), b()]
 
 
 def _tied(rank: int, world: int, stage: int, stages: int) -> Any:
@@ -207,7 +209,7 @@ def test_the_split_does_not_change_the_model() -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: PipelineModule([TiedLayerSpec("k", nn.Linear, 2, 2), TiedLayerSpec("k", nn.Linear, 3, 3)]), "is tied to one of shape"),
+        (lambda: PipelineModule([TiedLayerSpec("k", nn.Linear, n, n) for n in (2, 3)]), "is tied to one of shape"),
         (lambda: PipelineModule([TiedLayerSpec("k", nn.ReLU)]), "has no parameter 'weight' to tie"),
         (lambda: PipelineModule([nn.Linear(2, 2), 3]), "neither a module nor a function"),
         (lambda: PipelineModule([nn.Linear(2, 2)], 2), "init_distributed"),
@@ -224,9 +226,11 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     from zeroengine.pipe import split_causal_lm
 
     model = _llama()
-    model.model.register_forward_pre_hook(
-        lambda m, args, kwargs: (args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"] * 2} if kwargs.get("inputs_embeds") is not None else kwargs),
-        with_kwargs=True,
-    )  # fmt: skip
+
+    def scale(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs.get("inputs_embeds")
+        return args, kwargs if given is None else {**kwargs, "inputs_embeds": given * 2}
+
+    model.model.register_forward_pre_hook(scale, with_kwargs=True)
     with pytest.raises(ModelError, match="can not be cut"):
         split_causal_lm(model, 1, schedule="interleaved", virtual_stages=2)

@@ -105,7 +105,8 @@ def torch_orders(name: str, ranks: int, micro: int, chunks: int) -> list[list[Ac
     if chunks == 1:
         order = cls(stage(0), micro, scale_grads=False)._get_pipeline_order()
     else:
-        indices = (0, 2 * ranks - 1) if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else range(0, ranks * chunks, ranks)
+        v_shaped = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        indices = (0, 2 * ranks - 1) if v_shaped else range(0, ranks * chunks, ranks)
         order = cls([stage(i) for i in indices], micro, scale_grads=False).pipeline_order
 
     def flat(action: object) -> Iterator[Action]:

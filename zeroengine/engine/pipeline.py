@@ -53,7 +53,8 @@ class PipelineEngine(ZeroEngine):
         self.last_run: Run | None = None
         super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader)
         self._executor = Executor(
-            len(module.placement), module.placement, self._stage_forward, comms.stream, comms.extra, self.device, _Hooks(module, mechanism)
+            len(module.placement), module.placement, self._stage_forward, comms.stream, comms.extra, self.device,
+            _Hooks(module, mechanism),
         )
         first, last = module.placement[0], module.placement[-1]
         self._holds_first, self._holds_last = module.stage_rank == first, module.stage_rank == last
@@ -232,7 +233,9 @@ class PipelineEngine(ZeroEngine):
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    def full_state_dict(
+        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
         """The state_dict of all stages in host memory on rank 0 (None elsewhere). Collective."""
         mine: dict[str, Tensor] = {}
         keep = self.mesh.control.rank == 0
@@ -353,9 +356,9 @@ def initialize_pipeline(
     engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties)
     checked = engine.schedule(batch.accumulation)
     log_rank0(
-        f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, {batch.accumulation} "
-        f"micro-batches, x {mesh.data_parallel_size} data-parallel ranks at ZeRO stage {settings.zero_optimization.stage}; activations "
-        f"held at most, by rank: {', '.join(map(str, checked.peak_live))}"
+        f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, "
+        f"{batch.accumulation} micro-batches, x {mesh.data_parallel_size} data-parallel ranks at ZeRO stage {settings.zero_optimization.stage}; "
+        f"activations held at most, by rank: {', '.join(map(str, checked.peak_live))}"
     )
     return engine, zero_optimizer, loader, scheduler
 

@@ -201,7 +201,8 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
     by_part: dict[str, list[BucketGradients]] = {}
     for bucket in built.buckets:
         if bucket.trainable and trains:
-            made = BucketGradients(bucket, gradient_rule(config, bucket, groups.data_parallel_size), groups.grads, groups.replicas, pool)
+            how = gradient_rule(config, bucket, groups.data_parallel_size)
+            made = BucketGradients(bucket, how, groups.grads, groups.replicas, pool)
             by_part.setdefault(module.part_of(bucket.layout.specs[0].name), []).append(made)
     parts: dict[str, Reducer] = {}
     for name in sorted(by_part):
@@ -253,6 +254,6 @@ def check_places(module: PipelineModule, mesh: Mesh) -> None:
     """Refuses a module that was cut for another mesh than this."""
     if mesh.degrees.pp != module.num_stages or mesh.coordinate("pp") != module.stage_rank:
         raise ModelError(
-            f"rank {mesh.rank}: the PipelineModule was cut into {module.num_stages} stages and is number {module.stage_rank}, but the "
-            f"mesh has pp {mesh.degrees.pp} and this rank is number {mesh.coordinate('pp')}; build it with num_stages of the mesh"
+            f"rank {mesh.rank}: the PipelineModule was cut into {module.num_stages} stages and is number {module.stage_rank}, but "
+            f"the mesh has pp {mesh.degrees.pp} and this rank is number {mesh.coordinate('pp')}; build it with num_stages of the mesh"
         )

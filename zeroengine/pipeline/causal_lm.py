@@ -222,8 +222,8 @@ class _Trial:
         got = given["inputs_embeds"]
         if got.shape != self._expected.shape or not torch.allclose(got, self._expected, rtol=1e-4, atol=1e-5):
             raise ModelError(
-                f"{type(self._model).__name__} can not be cut at its list of blocks: its stages one after the other give another result "
-                "than the whole model; write it as a PipelineModule of layers"
+                f"{type(self._model).__name__} can not be cut at its list of blocks: its stages one after the other give another "
+                "result than the whole model; write it as a PipelineModule of layers"
             )
 
 
@@ -232,5 +232,6 @@ def split_causal_lm(
     partition_method: PartitionMethod = "uniform",
 ) -> PipelinedCausalLM:  # fmt: skip
     """Cuts a Hugging Face causal LM, whole in memory on every rank, into `num_stages` ranks' stages at its list of blocks.
-    `partition_method` weighs blocks. The stages are compared with the whole model first. Raises `ModelError` where they differ."""
+    `partition_method` weighs blocks. The stages are compared with the whole model first; raises `ModelError` where they
+    differ."""
     return PipelinedCausalLM(model, num_stages, schedule, virtual_stages, partition_method)

@@ -73,14 +73,14 @@ def _complete(schedule: Schedule) -> None:
     for key in sorted(set(found) | wanted, key=lambda k: (k[1], k[2], k[0].value)):
         times = 1 if key in wanted else 0
         if found[key] != times:
-            name = Action(Kind.BACKWARD if key[1:] in whole and key[0] is Kind.INPUT else key[0], key[1], key[2])
-            raise _fail(schedule, f"{name} is there {found[key]} times instead of {times}")
+            action = Action(Kind.BACKWARD if key[1:] in whole and key[0] is Kind.INPUT else key[0], key[1], key[2])
+            raise _fail(schedule, f"{action} is there {found[key]} times instead of {times}")
     crossings = set(schedule.crossings())
-    for sends, name in ((True, "sent"), (False, "received")):
+    for sends, done in ((True, "sent"), (False, "received")):
         for message in crossings | set(messages[sends]):
-            count = messages[sends][message]
-            if count != (message in crossings):
-                raise _fail(schedule, f"the {message} is {name} {count} times instead of {int(message in crossings)}")
+            count, wants = messages[sends][message], int(message in crossings)
+            if count != wants:
+                raise _fail(schedule, f"the {message} is {done} {count} times instead of {wants}")
     _marked(schedule)
 
 
@@ -98,7 +98,8 @@ def _marked(schedule: Schedule) -> None:
         for stage in schedule.stages_of(rank):
             own = [a.kind for a in actions if a.stage == stage and a.kind in (Kind.REDUCE, Kind.WEIGHT, Kind.BACKWARD)]
             if own.count(Kind.REDUCE) != 1 or own[-2] is not Kind.REDUCE:
-                raise _fail(schedule, f"rank {rank}: reduce({stage}) has to stand once, before the last weight gradient of the stage")
+                what = f"rank {rank}: reduce({stage}) has to stand once, before the last weight gradient of the stage"
+                raise _fail(schedule, what)
 
 
 def _ordered(schedule: Schedule, rank: int) -> None:

@@ -49,9 +49,8 @@ def as_trace(timelines: Sequence[tuple[str, Timeline]], second: float = 1e6) -> 
         for s in timeline.spans:
             args = {"stage": s.action.stage, "micro_batch": s.action.micro}
             start, length = s.start * second, (s.end - s.start) * second
-            events.append(
-                {"ph": "X", "name": str(s.action), "cat": s.action.kind.name, "pid": pid, "tid": s.rank, "ts": start, "dur": length, "args": args}
-            )
+            what = {"name": str(s.action), "cat": s.action.kind.name, "args": args}
+            events.append({"ph": "X", "pid": pid, "tid": s.rank, "ts": start, "dur": length, **what})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -33,7 +33,8 @@ def v_zero_bubble_orders(ranks: int, micro_batches: int) -> Orders:
             done[action.kind, action.stage, action.micro] = time + 1
         left -= len(started)
         if not started:
-            raise ScheduleError(f"schedule 'zb-v' stands still with {left} actions left ({ranks} ranks, {micro_batches} micro-batches)")
+            numbers = f"{ranks} ranks, {micro_batches} micro-batches"
+            raise ScheduleError(f"schedule 'zb-v' stands still with {left} actions left ({numbers})")
         time += 1
     return tuple(tuple(rank.order) for rank in state)
 

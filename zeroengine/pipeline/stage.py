@@ -71,8 +71,8 @@ class StageRunner:
             if self.is_last and (not isinstance(output, Tensor) or output.numel() != 1 or not outputs):
                 shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ModelError(
-                    f"the last stage must end in a scalar loss that requires grad, not {shape}; give PipelineModule a loss_fn, and "
-                    "check that the model is not frozen or detached"
+                    f"the last stage must end in a scalar loss that requires grad, not {shape}; give PipelineModule a loss_fn, "
+                    "and check that the model is not frozen or detached"
                 )
             self._flights[micro] = _Flight(leaves_with_grad(tree), outputs)
         return output
