@@ -357,7 +357,8 @@ def initialize_pipeline(
     checked = engine.schedule(batch.accumulation)
     log_rank0(
         f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, "
-        f"{batch.accumulation} micro-batches, x {mesh.data_parallel_size} data-parallel ranks at ZeRO stage {settings.zero_optimization.stage}; "
+        f"{batch.accumulation} micro-batches, x {mesh.data_parallel_size} data-parallel ranks at "
+        f"ZeRO stage {settings.zero_optimization.stage}; "
         f"activations held at most, by rank: {', '.join(map(str, checked.peak_live))}"
     )
     return engine, zero_optimizer, loader, scheduler

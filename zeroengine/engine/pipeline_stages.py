@@ -254,6 +254,7 @@ def check_places(module: PipelineModule, mesh: Mesh) -> None:
     """Refuses a module that was cut for another mesh than this."""
     if mesh.degrees.pp != module.num_stages or mesh.coordinate("pp") != module.stage_rank:
         raise ModelError(
-            f"rank {mesh.rank}: the PipelineModule was cut into {module.num_stages} stages and is number {module.stage_rank}, but "
-            f"the mesh has pp {mesh.degrees.pp} and this rank is number {mesh.coordinate('pp')}; build it with num_stages of the mesh"
+            f"rank {mesh.rank}: the PipelineModule was cut into {module.num_stages} stages and is number {module.stage_rank}, "
+            f"but the mesh has pp {mesh.degrees.pp} and this rank is number {mesh.coordinate('pp')}; build it with "
+            "num_stages of the mesh"
         )
