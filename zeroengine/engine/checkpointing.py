@@ -104,7 +104,7 @@ class CheckpointMethods:
             pieces.update(optimizer_pieces(optimizer))
         save(
             Path(save_dir) / (tag or f"global_step{self.global_steps}"),
-            pieces,
+            self._pieces_to_save(pieces),
             {**self._counters(), "client_state": dict(client_state or {})},
             {"random": random_states()},
             process_group=None,
@@ -188,6 +188,10 @@ class CheckpointMethods:
                 "optimizer options; load it with load_optimizer_states=False, or train with the optimizer it was saved with"
             )
         return without
+
+    def _pieces_to_save(self, pieces: Pieces) -> Pieces:
+        """What this rank saves of what it holds."""
+        return pieces
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer

@@ -18,12 +18,14 @@ from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
+from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
 from zeroengine.zero.held import to_device
 
@@ -75,7 +77,12 @@ def initialize(
     device = local_device()
     _check_places(settings, device)
     owns_mesh = mesh is None
-    mesh = mesh if mesh is not None else _mesh(settings, device)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    mesh = mesh if mesh is not None else _mesh(settings, device, stages)
+    if isinstance(model, PipelineModule):
+        return initialize_pipeline(
+            model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
+        )
     return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
 
 
@@ -127,21 +134,29 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     return given[0]
 
 
-def _mesh(settings: Config, device: torch.device) -> Mesh:
+def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
-    for name in ("pp", "cp", "tp", "ep"):
+    if degrees.pp not in (1, stages):
+        raise ConfigError(
+            f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
+            "zeroengine.pipe.PipelineModule with num_stages of the same number"
+        )
+    for name in ("cp", "tp", "ep"):
         if getattr(degrees, name) > 1:
             raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
     if settings.tensor_parallel.autotp_size > 1:
         raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
-        if fabric.world_size % shard:
-            raise ConfigError(f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job")
-        replicate = fabric.world_size // shard
-    return build_mesh(fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+        if fabric.world_size % (shard * stages):
+            raise ConfigError(
+                f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job"
+                + (f" with {stages} pipeline stages" if stages > 1 else "")
+            )
+        replicate = fabric.world_size // (shard * stages)
+    return build_mesh(fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
 
 
 def _check_places(settings: Config, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
@@ -71,6 +72,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard_ranks = shard_ranks
         self._max_skips = max_skips
         self._skipped_in_a_row = 0
+        # What a pipeline replaces: its norm and its reason to skip are those of all stages.
+        self.norm_rule: Callable[[list[BucketGradients]], float] = self._norm
+        self.blame_rule: Callable[[list[BucketGradients]], str] = self._blame
         sharder.on_edit = self._follow_edit
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
@@ -132,7 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used = self.reducer.finish()
         self._sharder.end_backward()
         gradients = self.reducer.gradients
-        norm = global_norm(gradients, self._shard_ranks, self._control)
+        norm = self.norm_rule(gradients)
         finite = math.isfinite(norm)
         clipped = False
         if finite:
@@ -181,10 +185,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Else every call of the inner `step` is one for whole parameters: some optimizers count their calls."""
         return any(index not in m.apart for m in self.masters for index in m.parts) or self.parts.whole is None
 
+    def _norm(self, gradients: list[BucketGradients]) -> float:
+        return global_norm(gradients, self._shard_ranks, self._control)
+
+    def _blame(self, gradients: list[BucketGradients]) -> str:
+        return blame(gradients, self._control)
+
     def _skip(self) -> None:
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
-        cause = blame(self.reducer.gradients, self._control)
+        cause = self.blame_rule(self.reducer.gradients)
         if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
             scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
             log_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}", level=30)

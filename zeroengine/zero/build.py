@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ class ShardingRule:
     dtype: torch.dtype | None  # of floating-point parameters and buffers; None keeps what the model has
     bucket_size: int
     persistence_threshold: int = 0  # parameters below it keep their values whole on every rank
+    part: Callable[[str], str] | None = None  # parameters, by name, of different parts never share a bucket
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
     for key, named in _classes(module, rule):
-        source, dtype, trainable, persistent = key
+        source, dtype, trainable, persistent, _ = key
         policy = policy_for(rule.stage, persistent=persistent)
         if not trainable and not policy.shard_params:
             for name, p in named:  # frozen and whole: no buffer of ours
@@ -149,7 +150,7 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
     return Built(buckets, masters)
 
 
-_Key = tuple[torch.dtype, torch.dtype, bool, bool]
+_Key = tuple[torch.dtype, torch.dtype, bool, bool, str]
 
 
 def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list[tuple[str, nn.Parameter]]]]:
@@ -159,7 +160,8 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
         if not p.numel():
             continue
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
-        key = (p.dtype, dtype, p.requires_grad, p.numel() < rule.persistence_threshold)
+        part = rule.part(name) if rule.part is not None else ""
+        key = (p.dtype, dtype, p.requires_grad, p.numel() < rule.persistence_threshold, part)
         found.setdefault(key, []).append((name, p))
     return found.items()
 
