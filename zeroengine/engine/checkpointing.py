@@ -130,6 +130,7 @@ class CheckpointMethods:
         optimizer = self.mechanism.optimizer
         pieces = model_pieces(self.module, self.mechanism, exclude_frozen_parameters)
         if optimizer is not None:
+            optimizer.follow_edits()
             pieces.update(master_pieces(optimizer))
             pieces.update(optimizer_pieces(optimizer))
         save(

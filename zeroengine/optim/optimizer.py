@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import ConfigError, NonFiniteError
+from zeroengine.errors import ConfigError, DivergenceError, NonFiniteError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.edits import digest
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
@@ -122,8 +123,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
             )
         self._sharder.verify()
-        used = self.reducer.finish()
         self._sharder.end_backward()
+        used, edited = self.reducer.finish(self._edit_marks())
+        self._follow_edits(edited)
         gradients = self.reducer.gradients
         norm = global_norm(gradients, self._shard_ranks, self._control)
         finite = math.isfinite(norm)
@@ -166,6 +168,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
                 "look at the data of these batches, or train in bf16 or fp32"
             )
+
+    def _edit_marks(self) -> list[int]:
+        """For each bucket, whether its values were written by somebody else on this rank since the last step."""
+        drifted = {id(m.bucket) for m in self.masters if m.drifted()}
+        return [int(b.edit != 0 or b.written() or id(b) in drifted) for b in self._sharder.buckets]
+
+    def _follow_edits(self, marks: list[int]) -> None:
+        """Edits that all ranks made alike become the truth, masters included. `marks`: agreed by the ranks. Collective if
+        any is set."""
+        edited = [b for b, mark in zip(self._sharder.buckets, marks, strict=True) if mark]
+        if not edited:
+            return
+        mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
+        table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
+        for bucket, column in zip(edited, table.unbind(1), strict=True):
+            if not bool((column == column[0]).all()):
+                ranks = self._control.ranks
+                odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
+                raise DivergenceError(
+                    f"rank {ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place (load_state_dict, "
+                    f"copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ from rank "
+                    f"{ranks[0]}); make the same edit everywhere, or edit inside "
+                    "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
+                )
+            bucket.forget_edit()
+            self._follow_edit(bucket)
+
+    def follow_edits(self) -> None:
+        """Makes the masters follow what was written into parameters since the last step. Collective."""
+        marks = torch.tensor(self._edit_marks(), dtype=torch.int32)
+        self._control.all_reduce(marks, "edited parameters", op="max").wait()
+        self._follow_edits(marks.tolist())
 
     def _follow_edit(self, bucket: Bucket) -> None:
         for master in self.masters:

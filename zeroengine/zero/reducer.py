@@ -8,7 +8,7 @@ is left at the end of a micro-batch is launched then, with zeros for what did no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -142,14 +142,15 @@ class Reducer:
             g.wait()
         self._launched.clear()
 
-    def finish(self) -> frozenset[str]:
-        """Completes the step's reductions; names of the parameters that got a gradient on some rank. Collective."""
+    def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
+        """Completes the step's reductions. Returns the names of the parameters that got a gradient on some rank, and the
+        largest of the ranks' `marks` (any facts to be agreed on, equally many on all ranks). Collective."""
         self.synchronize = True
         self._flush()
         self._end_micro_batch()
         late = [int(g.pending) for g in self.gradients]
         used = [int(n in self._used) for n in self._names]
-        facts = torch.tensor([self._backwards, -self._backwards, *late, *used], dtype=torch.int32)
+        facts = torch.tensor([self._backwards, -self._backwards, *late, *used, *marks], dtype=torch.int32)
         self._control.all_reduce(facts, "micro-batches and used parameters of the step", op="max").wait()
         most, least, *flags = facts.tolist()
         self._check_counts(most, -least)
@@ -163,7 +164,9 @@ class Reducer:
             if work is not None:
                 work.wait()
         self._agree_on_order()
-        return frozenset(n for n, flag in zip(self._names, flags[len(self.gradients) :], strict=True) if flag)
+        flags = flags[len(self.gradients) :]
+        names = frozenset(n for n, flag in zip(self._names, flags[: len(used)], strict=True) if flag)
+        return names, flags[len(used) :]
 
     def forget(self) -> None:
         """Drops the gradients of a step that is given up. Collective if a backward ran: one rank may have launched what

@@ -30,6 +30,11 @@ class ValueSource(Protocol):
         reference into the bucket. Raises `ReleasedParameterError` where they may not be gathered."""
         ...
 
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        """Makes `values` (whole, equal on all ranks) the values of `param` without gathering it: each rank keeps its part.
+        False if the values are in use now, or autograd would have to see it."""
+        ...
+
 
 @dataclass
 class Slot:
@@ -112,11 +117,21 @@ class ReleasedParameter(nn.Parameter):
                 return _contiguous_strides(args[0].shape)
             if func is _T.is_contiguous:
                 return True
+            if func is _T.copy_ and isinstance(args[0], ReleasedParameter) and _copied(args[0], *args[1:], **kwargs):
+                return args[0]
             with ExitStack() as uses:
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, ReleasedParameter) and leaf._zero.source is not None:
                         uses.enter_context(leaf._zero.source.using(leaf, getattr(func, "__name__", str(func))))
                 return func(*args, **kwargs)
+
+
+def _copied(param: ReleasedParameter, src: Any, non_blocking: bool = False) -> bool:
+    """`param.copy_(src)`, as `load_state_dict` calls it, done on the shards."""
+    source = param._zero.source
+    if source is None or not isinstance(src, Tensor) or isinstance(src, ReleasedParameter):
+        return False
+    return source.write(param, src)
 
 
 def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

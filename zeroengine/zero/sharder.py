@@ -31,7 +31,7 @@ class SavedSlice:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
-    version: int
+    version: tuple[int, int]
 
 
 class SavedOther:
@@ -66,7 +66,8 @@ class _Pack:
         bucket = self.sharder.bucket_of(t)
         if bucket is None or t.dtype is not bucket.dtype or t.is_conj() or t.is_neg():
             return self.other(t)
-        return SavedSlice(bucket, int(t.storage_offset()), t.shape, t.stride(), bucket.version)
+        offset = int(t.storage_offset())
+        return SavedSlice(bucket, offset, t.shape, t.stride(), bucket.version_of(offset))
 
 
 def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -140,8 +141,16 @@ class Sharder:
         if bucket.full is not None and bucket.policy.shard_params:
             bucket.shard.copy_(bucket.full[bucket.own])
         bucket.version += 1
+        bucket.forget_edit()
         if self.on_edit is not None:
             self.on_edit(bucket)
+
+    def drop_edits(self, buckets: list[Bucket]) -> None:
+        """What was written into gathered values of `buckets` is given up."""
+        for bucket in buckets:
+            if bucket.full is not None and bucket.policy.shard_params:
+                bucket.full[bucket.own].copy_(bucket.shard)
+                bucket.forget_edit()
 
     def release_all(self) -> None:
         """Releases everything that nobody has pinned."""
@@ -207,6 +216,15 @@ class Sharder:
             return "backward"
         return "train" if torch.is_grad_enabled() else "eval"
 
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        slot = slot_of(param)
+        if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
+            return False
+        bucket: Bucket = slot.bucket
+        bucket.release()
+        bucket.write(slot.index, values)
+        return True
+
     # --- ValueSource (residency.py), and what autograd saves ----------------------------------------------------
 
     @contextlib.contextmanager
@@ -266,10 +284,10 @@ class Sharder:
 
     def _restore(self, saved: SavedSlice) -> Tensor:
         bucket = saved.bucket
-        if bucket.version != saved.version:
+        if bucket.version_of(saved.offset) != saved.version:
             raise RuntimeError(
-                f"parameters {bucket.subject} were updated between the forward and the backward that reads them; run "
-                "backward before step"
+                f"parameters {bucket.subject} were updated or edited in place between the forward and the backward "
+                "that reads them; run backward before step"
             )
         self.use(bucket)
         if bucket.full is None:
