@@ -18,7 +18,7 @@ from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_rank0, logger
+from zeroengine.logging import log_once, log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
 from zeroengine.zero.hooks import ModuleHook
@@ -110,9 +110,11 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self._last_loss = loss.detach()
         reducer.scale = (1.0 / self.batch.accumulation if scale_wrt_gas else 1.0) / scale
         reducer.mark_backward()
+        reducer.guided = True
         try:
             (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
         finally:
+            reducer.guided = False
             reducer.scale = 1.0 / self.batch.accumulation
         self.mechanism.sharder.end_backward()
         return loss
@@ -120,6 +122,11 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the last one of a step clips, updates, and moves the schedule on."""
         optimizer = self._need_optimizer("step")
+        if self.mechanism.reducer.plain and optimizer.scaler.scale != 1.0:
+            log_once(
+                f"loss.backward() was called under fp16: those gradients were not multiplied by the loss scale "
+                f"({optimizer.scaler.scale:g}), and small ones are lost in fp16; call engine.backward(loss) instead"
+            )
         if not self.is_gradient_accumulation_boundary():
             self.mechanism.reducer.next_micro_batch()
             self.micro_steps += 1

@@ -71,7 +71,7 @@ def _setters(*names: str) -> list[Any]:
 
 
 # Operations that need no values.
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     _getters(
         "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "_version",
         "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
@@ -107,7 +107,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
+            if func in METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
                 return func(*args, **kwargs)
             if func is _T.__repr__:
                 p = args[0]
