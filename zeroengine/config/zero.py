@@ -147,8 +147,8 @@ class ZeroSection(Section):
     log_trace_cache_warnings: Flag = ignored(False, "Log prefetch surprises.", "affects logging only")
     enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked")
     save_muon_momentum_buffer_in_memory: Flag = ignored(False, "Where Muon's momentum lives.", "affects memory only")
-    leaf_module: Params | None = ignored(
-        None, "Modules gathered as a whole.", "modules whose parts are chosen at run time need no marking here"
+    leaf_module: Params | None = key(
+        None, "Stage 3: modules gathered as one unit: `classes`, `names`, `name_suffixes`.", open_below=True
     )
     cpu_offload_use_pin_memory: Flag | None = ignored(
         None, "Old key that sets nothing.", "use `offload_optimizer.pin_memory`"

@@ -18,7 +18,7 @@ from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
-from zeroengine.zero.sharder import Sharder
+from zeroengine.zero.sharder import Sharder, gather_units
 from zeroengine.zero.window import GatherWindow
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +58,7 @@ def sharding_rule(config: Config) -> ShardingRule:
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
-    return ShardingRule(zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold)
+    return ShardingRule(zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold, zero.leaf_module)
 
 
 def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
@@ -78,13 +78,14 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
     zero = config.zero_optimization
+    units = gather_units(built.buckets, built.units)
     window = GatherWindow(
-        [b.layout.padded for b in built.buckets],
+        [sum(b.layout.padded for b in unit) for unit in units],
         zero.stage3_prefetch_bucket_size,
         zero.stage3_max_reuse_distance,
         zero.stage3_max_live_parameters,
     )
-    sharder = Sharder(module, built.buckets, window)
+    sharder = Sharder(module, built.buckets, window, built.units)
     gradients = [
         BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
         for b in built.buckets

@@ -106,7 +106,7 @@ class Bucket:
                 work.wait()
             except DivergenceError as error:
                 if self.residency is Residency.GATHERING:
-                    raise DivergenceError(f"{error}. {_REMEDY}") from error
+                    raise DivergenceError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
                 raise
         if self.residency is Residency.GATHERING:
             self._show()
