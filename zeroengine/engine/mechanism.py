@@ -58,7 +58,10 @@ def sharding_rule(config: Config) -> ShardingRule:
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
-    return ShardingRule(zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold, zero.leaf_module)
+    return ShardingRule(
+        zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold, zero.leaf_module,
+        zero.stage3_model_persistence_threshold,
+    )  # fmt: skip
 
 
 def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
@@ -67,7 +70,12 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
     chosen = config.data_types.grad_accum_dtype
     accumulate = _DTYPES[chosen] if chosen else wide
     wire = _DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
-    return GradientRule(accumulate, wire, 1.0 / ranks if config.gradient_reduction == "mean" else 1.0)
+    factor = 1.0 / ranks if config.gradient_reduction == "mean" else 1.0
+    if not config.prescale_gradients:
+        return GradientRule(accumulate, wire, factor)
+    # Everything is divided before the sum unless the configuration says how much of it: sums of 16 bits stay in range.
+    before = 1.0 / config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else factor
+    return GradientRule(accumulate, wire, factor / before, before)
 
 
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
@@ -125,6 +133,6 @@ def attach_optimizer(
     mesh = mechanism.groups
     mechanism.optimizer = ZeroOptimizer(
         inner, masters, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS,
+        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
     )  # fmt: skip
     return mechanism.optimizer

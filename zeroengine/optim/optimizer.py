@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import ConfigError, DivergenceError, NonFiniteError
+from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.scaler import LossScaler
@@ -53,6 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scaler: LossScaler,
         max_norm: float,
         max_skips: int,
+        ignore_unused: bool = True,
     ) -> None:
         # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
         self.optimizer = inner
@@ -66,6 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._control = control
         self._shard_ranks = shard_ranks
         self._max_skips = max_skips
+        self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
         sharder.on_edit = self._follow_edit
         self._optimizer_step_pre_hooks: Any = {}
@@ -126,6 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.end_backward()
         used, edited = self.reducer.finish(self._edit_marks())
         self._follow_edits(edited)
+        self._check_used(used)
         gradients = self.reducer.gradients
         norm = global_norm(gradients, self._shard_ranks, self._control)
         finite = math.isfinite(norm)
@@ -167,6 +170,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
                 "look at the data of these batches, or train in bf16 or fp32"
+            )
+
+    def _check_used(self, used: frozenset[str]) -> None:
+        if self._ignore_unused:
+            return
+        unused = [s.name for m in self.masters for s in m.bucket.layout.specs if s.name not in used]
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise ModelError(
+                f"no rank had a gradient for {', '.join(unused[:5])}{more} in this step, and "
+                "zero_optimization.ignore_unused_parameters is false; use these parameters in the loss, freeze them "
+                "(requires_grad_(False)) before zeroengine.initialize, or set the key to true"
             )
 
     def _edit_marks(self) -> list[int]:

@@ -29,6 +29,7 @@ class ShardingRule:
     bucket_size: int
     persistence_threshold: int = 0  # parameters below it keep their values whole on every rank
     leaf_module: Mapping[str, Any] | None = None  # gather units that the user names, see `leaves.py`
+    persistent_total: int | None = None  # most elements that stay whole so; None: no bound
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,27 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
     if policy_for(rule.stage).shard_params:
         for leaf, members in find_leaves(module, rule.leaf_module).items():
             leaf_of.update((id(p), leaf) for m in members for p in m._parameters.values() if p is not None)
+    whole = _persistent(module, rule)
     for name, p in module.named_parameters():
         if not p.numel():
             continue
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
-        persistent = p.numel() < rule.persistence_threshold
+        persistent = id(p) in whole
         key = (p.dtype, dtype, p.requires_grad, persistent, None if persistent else leaf_of.get(id(p)))
         found.setdefault(key, []).append((name, p))
     return found.items()
+
+
+def _persistent(module: nn.Module, rule: ShardingRule) -> set[int]:
+    """Parameters that stay whole: those below the threshold, the smallest first, as far as the bound on them all allows."""
+    small = sorted((p for p in module.parameters() if p.numel() < rule.persistence_threshold), key=lambda p: p.numel())
+    chosen, total = set(), 0
+    for p in small:
+        total += p.numel()
+        if rule.persistent_total is not None and total > rule.persistent_total:
+            break
+        chosen.add(id(p))
+    return chosen
 
 
 def _flatten(bucket: Bucket, source: torch.dtype) -> Tensor:
