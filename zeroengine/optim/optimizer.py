@@ -70,6 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
         sharder.on_edit = self._follow_edit
+        sharder.optimizer = self
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
 
@@ -91,6 +92,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def overflow(self) -> bool:
         """The last step was skipped because of non-finite gradients."""
         return self.last is not None and not self.last.applied
+
+    @property
+    def control(self) -> Communicator:
+        """The ranks that train together."""
+        return self._control
 
     @property
     def loss_scale(self) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.moved import MovedGradient, mark_for
 
@@ -49,6 +50,7 @@ class Reducer:
         self._backwards = 0  # micro-batches since the last step
         self._dirty = False  # a backward ran in this micro-batch
         self._patient = True
+        self._settled = False  # `finish` has been here since the last gradient
         self._handles: list[Any] = []
         for position, g in enumerate(gradients):
             for index, p in enumerate(g.bucket.params):
@@ -72,6 +74,7 @@ class Reducer:
                     mark = mark_for(g.bucket.params[index])
                 param.grad = mark
             self._dirty = True
+            self._settled = False
             self.plain |= not self.guided
             with torch.no_grad():
                 g.add(index, grad.detach(), self.scale)
@@ -122,6 +125,7 @@ class Reducer:
     def mark_backward(self) -> None:
         """A backward belongs to the running micro-batch, even if it reaches no parameter."""
         self._dirty = True
+        self._settled = False
 
     def next_micro_batch(self) -> None:
         """Ends the running micro-batch, if it had a backward: launches the sharded buckets that did not complete, and
@@ -158,8 +162,10 @@ class Reducer:
         largest of the ranks' `marks` (any facts to be agreed on, equally many on all ranks). Collective."""
         self._check_marks()
         self.synchronize = True
-        self._flush()
-        self._end_micro_batch()
+        if not self._settled:
+            self._flush()
+            self._end_micro_batch()
+        self._settled = True
         late = [int(g.pending) for g in self.gradients]
         used = [int(n in self._used) for n in self._names]
         facts = torch.tensor([self._backwards, -self._backwards, *late, *used, *marks], dtype=torch.int32)
@@ -195,7 +201,14 @@ class Reducer:
         self._unmark_all()
         self._used.clear()
         self.plain = False
-        self._next, self._backwards, self._dirty, self._patient = 0, 0, False, True
+        self._next, self._backwards, self._dirty, self._patient, self._settled = 0, 0, False, True, False
+
+    def count_as_used(self, bucket: Bucket, index: int) -> None:
+        """Parameter `index` of `bucket` was given a gradient by hand, after `finish`."""
+        self._used.add(bucket.layout.specs[index].name)
+        with torch._C.DisableTorchFunctionSubclass():
+            if bucket.params[index].grad is None:
+                bucket.params[index].grad = mark_for(bucket.params[index])
 
     def remove(self) -> None:
         for handle in self._handles:

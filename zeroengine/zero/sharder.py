@@ -137,6 +137,7 @@ class Sharder:
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._backward_running = False
+        self.optimizer: Any = None  # what updates the buckets, for those who come from a parameter
         self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
         for bucket in buckets:
             for p in bucket.params:
