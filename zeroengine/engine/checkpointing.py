@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.checkpoint import find_checkpoint, load, save
+from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
@@ -26,7 +27,7 @@ from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
 
 if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes
+    from zeroengine.config import BatchSizes, Config
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
 
@@ -75,6 +76,7 @@ class CheckpointMethods:
     """Methods of `ZeroEngine` that save and load everything a run needs."""
 
     module: nn.Module
+    settings: Config
     mechanism: Mechanism
     mesh: Mesh
     batch: BatchSizes
@@ -83,6 +85,7 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     micro_steps: int
+    _data: Iterator[Any] | None
 
     def save_checkpoint(
         self,
@@ -100,10 +103,11 @@ class CheckpointMethods:
         optimizer = self.mechanism.optimizer
         pieces = model_pieces(self.module, self.mechanism, exclude_frozen_parameters)
         if optimizer is not None:
+            optimizer.follow_edits()
             pieces.update(master_pieces(optimizer))
             pieces.update(optimizer_pieces(optimizer))
         save(
-            Path(save_dir) / (tag or f"global_step{self.global_steps}"),
+            Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}"),
             self._pieces_to_save(pieces),
             {**self._counters(), "client_state": dict(client_state or {})},
             {"random": random_states()},
@@ -113,6 +117,20 @@ class CheckpointMethods:
             latest=save_latest,
         )
         return True
+
+    def _agreed_tag(self, tag: str) -> str:
+        """The name under which all ranks save. Unlike ones are treated as `checkpoint.tag_validation` says; unless that is an
+        error, rank 0's counts. Collective."""
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        tags = Ranks(None, rank, world).phase("agreeing on the checkpoint's tag", lambda: tag)
+        if len(set(tags)) > 1:
+            told = ", ".join(f"rank {r}: {t}" for r, t in enumerate(tags))
+            wanted = self.settings.checkpoint.tag_validation
+            if wanted == "Fail":
+                raise CheckpointError(f"the ranks save under different tags ({told}); give the same tag on every rank")
+            if wanted == "Warn":
+                log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
+        return tags[0]
 
     def load_checkpoint(
         self,
@@ -205,7 +223,7 @@ class CheckpointMethods:
             "loss_scaler": {} if optimizer is None else optimizer.scaler.state_dict(),
             "scheduler": scheduler,
             "param_groups": groups,
-            "epoch": None if self.training_dataloader is None else self.training_dataloader.epoch,
+            "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
         }
 
     def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool, module_only: bool) -> None:
@@ -226,8 +244,9 @@ class CheckpointMethods:
             self.lr_scheduler.load_state_dict(values["scheduler"])
             if not with_state:
                 apply_last_rates(self.lr_scheduler)
-        if values["epoch"] is not None and self.training_dataloader is not None:
-            self.training_dataloader.epoch = values["epoch"]
+        if values["data"] is not None and self.training_dataloader is not None:
+            self.training_dataloader.load_state_dict(values["data"])
+            self._data = None  # `train_batch` goes on from there too
 
 
 def random_states() -> dict[str, Any]:

@@ -76,6 +76,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port)
     device = local_device()
     _check_places(settings, device)
+    _check_folders(settings)
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     mesh = mesh if mesh is not None else _mesh(settings, device, stages)
@@ -170,6 +171,17 @@ def _check_places(settings: Config, device: torch.device) -> None:
         raise ConfigError(
             f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
             "remove the section"
+        )
+
+
+def _check_folders(settings: Config) -> None:
+    """A checkpoint is one folder that all ranks see. On one host the node's own storage is such a place."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    if settings.checkpoint.use_node_local_storage and local < world:
+        raise ConfigError(
+            f"checkpoint.use_node_local_storage is true, and the {world} ranks of this job run on several hosts ({local} here): a "
+            "checkpoint is written to one folder that all hosts see; remove the key and save to a shared file system"
         )
 
 

@@ -18,7 +18,7 @@ from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
-from zeroengine.zero.sharder import Sharder
+from zeroengine.zero.sharder import Sharder, gather_units
 from zeroengine.zero.window import GatherWindow
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +59,10 @@ def sharding_rule(config: Config) -> ShardingRule:
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
-    return ShardingRule(zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold)
+    return ShardingRule(
+        zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold, zero.leaf_module,
+        zero.stage3_model_persistence_threshold,
+    )  # fmt: skip
 
 
 def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
@@ -68,7 +71,12 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
     chosen = config.data_types.grad_accum_dtype
     accumulate = _DTYPES[chosen] if chosen else wide
     wire = _DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
-    return GradientRule(accumulate, wire, 1.0 / ranks if config.gradient_reduction == "mean" else 1.0)
+    factor = 1.0 / ranks if config.gradient_reduction == "mean" else 1.0
+    if not config.prescale_gradients:
+        return GradientRule(accumulate, wire, factor)
+    # Everything is divided before the sum unless the configuration says how much of it: sums of 16 bits stay in range.
+    before = 1.0 / config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else factor
+    return GradientRule(accumulate, wire, factor / before, before)
 
 
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
@@ -79,13 +87,14 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
     zero = config.zero_optimization
+    units = gather_units(built.buckets, built.units)
     window = GatherWindow(
-        [b.layout.padded for b in built.buckets],
+        [sum(b.layout.padded for b in unit) for unit in units],
         zero.stage3_prefetch_bucket_size,
         zero.stage3_max_reuse_distance,
         zero.stage3_max_live_parameters,
     )
-    sharder = Sharder(module, built.buckets, window)
+    sharder = Sharder(module, built.buckets, window, built.units)
     gradients = [
         BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
         for b in built.buckets
@@ -108,6 +117,6 @@ def attach_optimizer(
     attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
     mechanism.optimizer = ZeroOptimizer(
         attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS,
+        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
     )  # fmt: skip
     return mechanism.optimizer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.edits import fingerprint
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 
@@ -48,6 +49,7 @@ class FlatMaster:
         self._values: Tensor = held if held is not None else bucket.shard
         self.separate = master is not None
         self.flat: Tensor = self._values if master is None else master
+        self._published = self._fingerprint()
         self.parts: dict[int, list[Part]] = {}
         self.apart: frozenset[int] = frozenset()
         for index, start, end, at in self._ranges(cut):
@@ -115,6 +117,7 @@ class FlatMaster:
         already (`feed`)."""
         if self.separate and not written:
             self._values.copy_(self.flat)
+            self._published = self._fingerprint()
         if self.bucket.policy.shard_state:
             self.bucket.publish()
         else:
@@ -126,6 +129,16 @@ class FlatMaster:
         if self.separate:
             changed = self.flat.to(self._values.dtype) != self._values
             self.flat.copy_(torch.where(changed, self._values.to(self.flat.dtype), self.flat))
+            self._published = self._fingerprint()
+
+    def drifted(self) -> bool:
+        """The values are not those that this master published: somebody wrote into the parameters."""
+        return self._published != self._fingerprint()
+
+    def _fingerprint(self) -> int:
+        """0 where users cannot reach the values, or the values are the master."""
+        reachable = self.separate and not self.bucket.policy.shard_params
+        return fingerprint(self._values) if reachable else 0
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """Every part as a `Piece` of its parameter's master values."""

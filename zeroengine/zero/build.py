@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
 from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.layout import BucketLayout
+from zeroengine.zero.leaves import find_leaves
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.residency import slot_of
@@ -28,6 +30,8 @@ class ShardingRule:
     bucket_size: int
     persistence_threshold: int = 0  # parameters below it keep their values whole on every rank
     part: Callable[[str], str] | None = None  # parameters, by name, of different parts never share a bucket
+    leaf_module: Mapping[str, Any] | None = None  # gather units that the user names, see `leaves.py`
+    persistent_total: int | None = None  # most elements that stay whole so; None: no bound
 
 
 @dataclass(frozen=True)
@@ -108,18 +112,20 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
 @dataclass
 class Built:
     """A model laid into buckets. `masters` has, for each trainable 16-bit bucket, the fp32 values of the
-    range that this rank updates."""
+    range that this rank updates; `units` the sharded buckets of each gather unit."""
 
     buckets: list[Bucket]
     masters: dict[int, Tensor]
+    units: dict[str, list[int]] = field(default_factory=dict)
 
 
 def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool) -> Built:
     """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Collective."""
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
+    units: dict[str, list[int]] = {}
     for key, named in _classes(module, rule):
-        source, dtype, trainable, persistent, _ = key
+        source, dtype, trainable, persistent, leaf, _ = key
         policy = policy_for(rule.stage, persistent=persistent)
         if not trainable and not policy.shard_params:
             for name, p in named:  # frozen and whole: no buffer of ours
@@ -142,28 +148,48 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
                 flat = groups.params.empty(layout.padded, torch.empty(0, dtype=dtype, device=flat.device)).copy_(flat)
             bucket.adopt(flat.to(dtype))
             buckets.append(bucket)
+            if leaf is not None and policy.shard_params:
+                units.setdefault(leaf, []).append(bucket.index)
     for name, buffer in module.named_buffers():
         if buffer.numel():
             values = buffer.contiguous().view(-1)
             _from_rank0(values, groups, name)
             buffer.copy_(values.view(buffer.shape))
-    return Built(buckets, masters)
+    return Built(buckets, masters, units)
 
 
-_Key = tuple[torch.dtype, torch.dtype, bool, bool, str]
+_Key = tuple[torch.dtype, torch.dtype, bool, bool, str | None, str]
 
 
 def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list[tuple[str, nn.Parameter]]]]:
     """Parameters by what they must share to lie in one bucket, in order of registration."""
     found: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
+    leaf_of: dict[int, str] = {}
+    if policy_for(rule.stage).shard_params:
+        for leaf, members in find_leaves(module, rule.leaf_module).items():
+            leaf_of.update((id(p), leaf) for m in members for p in m._parameters.values() if p is not None)
+    whole = _persistent(module, rule)
     for name, p in module.named_parameters():
         if not p.numel():
             continue
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
         part = rule.part(name) if rule.part is not None else ""
-        key = (p.dtype, dtype, p.requires_grad, p.numel() < rule.persistence_threshold, part)
+        persistent = id(p) in whole
+        key = (p.dtype, dtype, p.requires_grad, persistent, None if persistent else leaf_of.get(id(p)), part)
         found.setdefault(key, []).append((name, p))
     return found.items()
+
+
+def _persistent(module: nn.Module, rule: ShardingRule) -> set[int]:
+    """Parameters that stay whole: those below the threshold, the smallest first, as far as the bound on them all allows."""
+    small = sorted((p for p in module.parameters() if p.numel() < rule.persistence_threshold), key=lambda p: p.numel())
+    chosen, total = set(), 0
+    for p in small:
+        total += p.numel()
+        if rule.persistent_total is not None and total > rule.persistent_total:
+            break
+        chosen.add(id(p))
+    return chosen
 
 
 def _flatten(bucket: Bucket, source: torch.dtype, keep: bool) -> Tensor:

@@ -31,6 +31,11 @@ class ValueSource(Protocol):
         reference into the bucket. Raises `ReleasedParameterError` where they may not be gathered."""
         ...
 
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        """Makes `values` (whole, equal on all ranks) the values of `param` without gathering it: each rank keeps its part.
+        False if the values are in use now, or autograd would have to see it."""
+        ...
+
 
 @dataclass
 class Slot:
@@ -67,7 +72,7 @@ def _setters(*names: str) -> list[Any]:
 
 
 # Operations that need no values.
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     _getters(
         "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "_version",
         "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
@@ -107,7 +112,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
+            if func in METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
                 return func(*args, **kwargs)
             if func is _T.__repr__:
                 p = args[0]
@@ -117,6 +122,8 @@ class ReleasedParameter(nn.Parameter):
                 return _contiguous_strides(args[0].shape)
             if func is _T.is_contiguous:
                 return True
+            if func is _T.copy_ and isinstance(args[0], ReleasedParameter) and _copied(args[0], *args[1:], **kwargs):
+                return args[0]
             with ExitStack() as uses:
                 for leaf, source in _sources(tree_leaves((args, kwargs))):
                     uses.enter_context(source.using(leaf, getattr(func, "__name__", str(func))))
@@ -148,6 +155,14 @@ def _sources(leaves: list[Any]) -> list[tuple[Any, ValueSource]]:
         elif getattr(slot.source, "whole_on_use", False):
             whole.append((leaf, slot.source))
     return whole + released
+
+
+def _copied(param: ReleasedParameter, src: Any, non_blocking: bool = False) -> bool:
+    """`param.copy_(src)`, as `load_state_dict` calls it, done on the shards."""
+    source = param._zero.source
+    if source is None or not isinstance(src, Tensor) or isinstance(src, ReleasedParameter):
+        return False
+    return source.write(param, src)
 
 
 def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
