@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.toolbox import FLAGS, REAL, tiny_sources
+from tests.ops.toolbox import NEEDS_COMPILER, REAL, compiler_works, tiny_sources
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.logging import logger
 from zeroengine.ops import FusedAdam, build, prebuilt
 from zeroengine.ops.registry import OPERATIONS, choose
 from zeroengine.ops.sources import csrc
-from zeroengine.ops.toolchain import Compiler, find_cxx, portable
+from zeroengine.ops.toolchain import Compiler
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -69,9 +69,15 @@ def missing(reason: str, said: list[str]) -> None:
     assert len(said) == 1 and found.reason in said[0] and "torch" in said[0]
 
 
-def test_where_there_is_a_compiler_the_library_is_native() -> None:
+@pytest.fixture(autouse=True)
+def default_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZE_OPS", raising=False)
+
+
+def test_where_there_is_a_compiler_the_library_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZE_CACHE_DIR", str(tmp_path))
     found = build.find("update")
-    assert bool(found) is not isinstance(find_cxx(), str), found.reason
+    assert bool(found) is compiler_works(), found.reason
     for op in OPERATIONS.values():
         assert choose(op.name, torch.device("cpu")).implementation == ("native" if found else "twin")
 
@@ -138,6 +144,7 @@ def test_building_needs_no_torch(tmp_path: Path) -> None:
     run(code, ZE_CACHE_DIR=str(tmp_path), CXX=str(tmp_path / "missing"))
 
 
+@NEEDS_COMPILER
 def test_a_prebuilt_library_must_fit(tmp_path: Path) -> None:
     folder = tmp_path / "prebuilt"
     sources = tiny_sources(tmp_path)
@@ -150,7 +157,6 @@ def test_a_prebuilt_library_must_fit(tmp_path: Path) -> None:
     (folder / "tiny.json").write_text(about)
     assert prebuilt.find(tiny_sources(tmp_path, answer=1), folder) is None
     assert prebuilt.find(sources, tmp_path / "nowhere") is None
-    assert portable().needs and FLAGS
 
 
 def wheel(folder: Path, prebuild: str) -> Path:
@@ -169,6 +175,7 @@ def wheel(folder: Path, prebuild: str) -> Path:
     return made
 
 
+@NEEDS_COMPILER
 @pytest.mark.ranks
 @pytest.mark.parametrize("prebuild", ["0", "1"])
 def test_from_a_wheel(tmp_path: Path, prebuild: str) -> None:

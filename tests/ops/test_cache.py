@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.toolbox import FLAGS, REAL, counting_compiler, links, tiny_sources
+from tests.ops.toolbox import FLAGS, NEEDS_COMPILER, REAL, counting_compiler, links, tiny_sources
 from zeroengine.ops.cache import BuildFailed, Cache
 from zeroengine.ops.toolchain import Compiler
+
+pytestmark = NEEDS_COMPILER
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
+
 from zeroengine.ops.sources import Sources
-from zeroengine.ops.toolchain import Compiler
+from zeroengine.ops.toolchain import Compiler, find_cxx
 
 REAL = shutil.which("g++") or shutil.which("c++") or "c++"
 FLAGS = ("-shared", "-fPIC", "-O0")
+
+
+def compiler_works() -> bool:
+    """Whether the C++ compiler that the package would use can build an empty library."""
+    found = find_cxx()
+    if isinstance(found, str):
+        return False
+    command = [*found.command, *FLAGS, "-fopenmp", "-x", "c++", "/dev/null", "-o", "/dev/null"]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+NEEDS_COMPILER = pytest.mark.skipif(not compiler_works(), reason="needs a C++ compiler that works")
 
 
 def tiny_sources(folder: Path, answer: int = 42, name: str = "tiny") -> Sources:
