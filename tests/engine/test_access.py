@@ -85,11 +85,11 @@ def _access(rank: int, ranks: int) -> list[str]:
             if not bool((safe_get_local_fp32_param(weight) == 0.5).all()):
                 faults.append(f"stage {stage}: local values")
         for what, refused in (
-            ("shape", lambda: safe_set_full_fp32_param(weight, torch.zeros(2))),
-            ("frozen", lambda: safe_set_full_fp32_param(engine.module[2].bias, torch.zeros(3))),
-            ("no step", lambda: safe_set_full_grad(weight, torch.zeros(5, D))),
-            ("no state", lambda: safe_set_full_optimizer_state(weight, torch.zeros(5, D), "nothing")),
-            ("unlike", lambda: safe_set_full_fp32_param(weight, torch.full((5, D), float(rank)))),
+            ("shape", lambda weight=weight, engine=engine: safe_set_full_fp32_param(weight, torch.zeros(2))),
+            ("frozen", lambda weight=weight, engine=engine: safe_set_full_fp32_param(engine.module[2].bias, torch.zeros(3))),
+            ("no step", lambda weight=weight, engine=engine: safe_set_full_grad(weight, torch.zeros(5, D))),
+            ("no state", lambda weight=weight, engine=engine: safe_set_full_optimizer_state(weight, torch.zeros(5, D), "nothing")),
+            ("unlike", lambda weight=weight, engine=engine: safe_set_full_fp32_param(weight, torch.full((5, D), float(rank)))),
         ):
             try:
                 refused()

@@ -14,10 +14,10 @@ from tests.engine.versus_torch import STAGES, Where, check, difference, fresh, o
 from tests.optim.reference import CountingAdam, Net, lion, loss_of
 from tests.ranks import run_ranks
 from zeroengine.errors import CheckpointError, ConfigError
+from zeroengine.ops.lion import FusedLion as Lion
 from zeroengine.optim.build import named_groups, optimizer_factory, param_groups
 from zeroengine.optim.kinds import is_elementwise, steps_apart
 from zeroengine.optim.lamb import Lamb
-from zeroengine.ops.lion import FusedLion as Lion
 from zeroengine.optim.muon import MuonWithAdamW, split_groups
 
 

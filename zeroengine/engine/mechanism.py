@@ -60,8 +60,8 @@ def sharding_rule(config: Config) -> ShardingRule:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
     return ShardingRule(
-        zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold, zero.leaf_module,
-        zero.stage3_model_persistence_threshold,
+        zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold,
+        leaf_module=zero.leaf_module, persistent_total=zero.stage3_model_persistence_threshold,
     )  # fmt: skip
 
 

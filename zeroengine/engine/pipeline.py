@@ -28,6 +28,7 @@ from zeroengine.pipeline.module import PipelineModule, zero_of
 from zeroengine.pipeline.schedules import forward_schedule
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups, check_free
 
 
@@ -81,7 +82,7 @@ class PipelineEngine(ZeroEngine):
         return loss
 
     @torch.no_grad()
-    def eval_batch(  # type: ignore[override]
+    def eval_batch(
         self, data_iter: Iterator[Any], num_micro_batches: int | None = None, return_outputs: bool = False
     ) -> Any:
         """Forward only over the next micro-batches, in evaluation mode. Returns the mean loss on every rank; with
@@ -284,7 +285,7 @@ class _Hooks:
 
     def __init__(self, module: PipelineModule, mechanism: Mechanism) -> None:
         self._mechanism = mechanism
-        self._first = {}
+        self._first: dict[str, Bucket] = {}
         for bucket in mechanism.buckets:
             if bucket.policy.shard_params:
                 self._first.setdefault(module.part_of(bucket.layout.specs[0].name), bucket)
@@ -323,7 +324,7 @@ def initialize_pipeline(
     batch = resolve_batch(settings, mesh.data_parallel_size)
     source = optimizer
     if source is None and settings.optimizer is not None:
-        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params)
+        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, module)
     own = isinstance(source, torch.optim.Optimizer)
     groups = source.param_groups if own else param_groups(module, model_parameters)
     comms = StageComms.of(mesh)

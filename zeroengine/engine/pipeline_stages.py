@@ -4,7 +4,8 @@ weights, and what all stages decide together."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +17,7 @@ from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
-from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
@@ -122,7 +123,7 @@ class StageReducers(Reducer):
         self.gradients = [g for r in parts.values() for g in r.gradients]
 
     @property
-    def scale(self) -> float:  # type: ignore[override]
+    def scale(self) -> float:
         return self._scale
 
     @scale.setter
@@ -154,12 +155,12 @@ class StageReducers(Reducer):
         """Every stage ends its own micro-batches."""
         return
 
-    def finish(self) -> frozenset[str]:
+    def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
         used: set[str] = set()
         for name, reducer in self.parts.items():
             if isinstance(reducer, TiedReducer):
                 reducer.mark_backward()
-            used |= reducer.finish()
+            used |= reducer.finish()[0]
             if isinstance(reducer, TiedReducer):
                 reducer.synchronize = False
             else:
@@ -167,7 +168,9 @@ class StageReducers(Reducer):
         for tie, ranks in self._ties.mine:
             for g in self.parts[f"tied.{tie.key}"].gradients if f"tied.{tie.key}" in self.parts else []:
                 self._ties.sum(tie, ranks, g.updated.view(-1), g.bucket.subject)
-        return frozenset(used | self._ties.used(used))
+        agreed = torch.tensor(list(marks), dtype=torch.int32)
+        self._control.all_reduce(agreed, "marks of the step", op="max").wait()
+        return frozenset(used | self._ties.used(used)), agreed.tolist()
 
     def forget(self) -> None:
         for reducer in self.parts.values():
@@ -185,9 +188,9 @@ class StageReducers(Reducer):
 def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
     """Shards the stages of this rank. Collective over the ranks with the same stages."""
     check_same(module, groups)
-    pool = BufferPool()
+    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
     base = sharding_rule(config)
-    rule = ShardingRule(base.stage, base.dtype, base.bucket_size, base.persistence_threshold, module.part_of)
+    rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
     built = build_buckets(module, rule, groups, pool)
     zero = config.zero_optimization
@@ -197,12 +200,12 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         zero.stage3_max_reuse_distance,
         zero.stage3_max_live_parameters,
     )
-    sharder = Sharder(module, built.buckets, window)
+    sharder = Sharder(module, built.buckets, window, built.units)
     by_part: dict[str, list[BucketGradients]] = {}
     for bucket in built.buckets:
         if bucket.trainable and trains:
             how = gradient_rule(config, bucket, groups.data_parallel_size)
-            made = BucketGradients(bucket, how, groups.grads, groups.replicas, pool)
+            made = BucketGradients(bucket, how, groups.grads, groups.replicas, gradient_pool)
             by_part.setdefault(module.part_of(bucket.layout.specs[0].name), []).append(made)
     parts: dict[str, Reducer] = {}
     for name in sorted(by_part):
@@ -210,7 +213,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    return Mechanism(built.buckets, sharder, reducers, pool, reducers.gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducers, (pool, gradient_pool), reducers.gradients, groups, built.masters if trains else {})
 
 
 class AcrossStages:

@@ -8,7 +8,7 @@ replaced by ones that return what they get, so names stay the model's own.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class _Skeleton:
         parent = self.module
         for part in path.split(".")[:-1]:
             parent._modules[part] = _clone(parent._modules[part])
-            parent = parent._modules[part]  # type: ignore[assignment]
+            parent = parent._modules[part]
         name = path.rpartition(".")[2]
         passing = _PassBlock(trial.blocks_return_tuples)
         blocks = [b if start <= i < end else passing for i, b in enumerate(trial.blocks)]
@@ -199,7 +199,7 @@ class _Trial:
     `inputs_embeds`, say) is refused instead of trained wrongly."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        self.blocks = list(model.get_submodule(path))  # type: ignore[arg-type]
+        self.blocks = list(cast(nn.ModuleList, model.get_submodule(path)))
         self._was_training = model.training
         self._model = model.eval()
         vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]

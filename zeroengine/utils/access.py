@@ -91,7 +91,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     value = trained.checked(value, "fp32 values")
     trained.optimizer.follow_edits()
     trained.part_of(trained.master.flat).copy_(trained.part_of_whole(value))
-    trained.master.publish()
+    trained.master.publish(written=False)
     trained.master.bucket.wait()
 
 

@@ -205,6 +205,10 @@ class HeldGroup:
                 held.pins -= 1
         self.flush()  # not after an exception, which other ranks may not have
 
+    def write(self, param: nn.Parameter, values: Tensor) -> bool:
+        """Never apart from gathering it (see `ValueSource`): the whole parameter is written."""
+        return False
+
     def edited(self, held: HeldParameter) -> None:
         """Nothing: whole values are the truth until they are released."""
 
