@@ -34,7 +34,8 @@ class MovedGradient(Tensor):
         raise MovedGradientError(
             f"the gradient of parameter '{names[0] if names else '?'}' is not in `.grad` ({getattr(func, '__name__', func)}): "
             "the engine has moved it to where gradients of micro-batches and ranks are summed. To clip, set "
-            "`gradient_clipping` in the configuration; for the norm call engine.get_global_grad_norm() after engine.step(); for the values "
+            "`gradient_clipping` in the configuration; for the norm call engine.get_global_grad_norm() after engine.step(); "
+            "for the values "
             "zeroengine.utils.safe_get_full_grad(param) on all ranks; to forget it engine.zero_grad()"
         )
 
