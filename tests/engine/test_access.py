@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,15 +85,16 @@ def _access(rank: int, ranks: int) -> list[str]:
             expect(f"stage {stage} set", safe_get_full_fp32_param(weight), other.detach(), 0.0)
             if not bool((safe_get_local_fp32_param(weight) == 0.5).all()):
                 faults.append(f"stage {stage}: local values")
-        for what, refused in (
-            ("shape", lambda weight=weight, engine=engine: safe_set_full_fp32_param(weight, torch.zeros(2))),
-            ("frozen", lambda weight=weight, engine=engine: safe_set_full_fp32_param(engine.module[2].bias, torch.zeros(3))),
-            ("no step", lambda weight=weight, engine=engine: safe_set_full_grad(weight, torch.zeros(5, D))),
-            ("no state", lambda weight=weight, engine=engine: safe_set_full_optimizer_state(weight, torch.zeros(5, D), "nothing")),
-            ("unlike", lambda weight=weight, engine=engine: safe_set_full_fp32_param(weight, torch.full((5, D), float(rank)))),
+        bias = engine.module[2].bias
+        for what, refuse in (
+            ("shape", partial(safe_set_full_fp32_param, weight, torch.zeros(2))),
+            ("frozen", partial(safe_set_full_fp32_param, bias, torch.zeros(3))),
+            ("no step", partial(safe_set_full_grad, weight, torch.zeros(5, D))),
+            ("no state", partial(safe_set_full_optimizer_state, weight, torch.zeros(5, D), "nothing")),
+            ("unlike", partial(safe_set_full_fp32_param, weight, torch.full((5, D), float(rank)))),
         ):
             try:
-                refused()
+                refuse()
                 faults.append(f"stage {stage}: {what} was accepted")
             except (ModelError, DivergenceError):
                 pass

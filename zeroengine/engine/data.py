@@ -90,8 +90,8 @@ class EngineLoader:
         self._resumed = True
         if rest:
             log_rank0(
-                f"the data stood at sample {state['samples']} of epoch {self.epoch}, inside a batch of {per_batch} as it is cut now; "
-                f"the {rest} samples before it come again",
+                f"the data stood at sample {state['samples']} of epoch {self.epoch}, inside a batch of {per_batch} as it is cut "
+                f"now; the {rest} samples before it come again",
                 30,
             )
 

@@ -180,8 +180,8 @@ def _check_folders(settings: Config) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     if settings.checkpoint.use_node_local_storage and local < world:
         raise ConfigError(
-            f"checkpoint.use_node_local_storage is true, and the {world} ranks of this job run on several hosts ({local} here): a "
-            "checkpoint is written to one folder that all hosts see; remove the key and save to a shared file system"
+            f"checkpoint.use_node_local_storage is true, and the {world} ranks of this job run on several hosts ({local} here): "
+            "a checkpoint is written to one folder that all hosts see; remove the key and save to a shared file system"
         )
 
 

@@ -69,7 +69,8 @@ class _Trained:
         told = control.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
         if not bool((told == told[0]).all()):
             raise DivergenceError(
-                f"rank {me}: the value for {what} of parameter '{spec.name}' is not the same on all ranks; give the same everywhere"
+                f"rank {me}: the value for {what} of parameter '{spec.name}' is not the same on all ranks; give the same "
+                "everywhere"
             )
         return value
 
@@ -129,7 +130,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None
     states = _states(trained, optim_state_key)
     scalar = next((float(s) for s in states.values() if s.dim() == 0), 0.0)
-    facts = torch.tensor([float(bool(states)), float(any(s.dim() == 0 for s in states.values())), scalar], dtype=torch.float64)
+    is_scalar = any(s.dim() == 0 for s in states.values())
+    facts = torch.tensor([float(bool(states)), float(is_scalar), scalar], dtype=torch.float64)
     comm = trained.master.bucket.comm
     held, scalars, values = comm.exchange(facts, f"{optim_state_key} of {trained.slot.name}").amax(0).tolist()
     if not held:
@@ -148,7 +150,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     trained = _need(param, optim_state_key)
     if safe_get_full_optimizer_state(param, optim_state_key) is None:
         raise ModelError(
-            f"the optimizer keeps no '{optim_state_key}' for parameter '{trained.slot.name}' (yet): state is made by the first step"
+            f"the optimizer keeps no '{optim_state_key}' for parameter '{trained.slot.name}' (yet): state is made by the "
+            "first step"
         )
     flat = torch.zeros_like(trained.master.flat)
     trained.part_of(flat).copy_(trained.part_of_whole(trained.checked(value, optim_state_key)))

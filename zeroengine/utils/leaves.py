@@ -16,8 +16,8 @@ def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
     for name, p in model.named_parameters():
         if slot_of(p) is not None:
             raise ModelError(
-                f"gather units must be marked before zeroengine.initialize: parameter '{name}' of {type(model).__name__} belongs to "
-                "an engine already; call engine.destroy(), mark, and initialize again"
+                f"gather units must be marked before zeroengine.initialize: parameter '{name}' of {type(model).__name__} belongs "
+                "to an engine already; call engine.destroy(), mark, and initialize again"
             )
     if flag:
         setattr(model, MARK, True)

@@ -80,9 +80,9 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             if not bool((values == values[0]).all()):
                 odd = [comm.ranks[r] for r in range(comm.size) if values[r] != values[0]]
                 raise DivergenceError(
-                    f"rank {comm.ranks[comm.rank]}: parameters of {bucket.subject} were edited inside GatheredParameters, but not "
-                    f"to the same values on all ranks (ranks {odd} differ from rank {comm.ranks[0]}); name the rank whose edit "
-                    "counts with modifier_rank=..., or make the same edit everywhere"
+                    f"rank {comm.ranks[comm.rank]}: parameters of {bucket.subject} were edited inside GatheredParameters, but "
+                    f"not to the same values on all ranks (ranks {odd} differ from rank {comm.ranks[0]}); name the rank whose "
+                    "edit counts with modifier_rank=..., or make the same edit everywhere"
                 )
             if bool(changed_by.any()):
                 source.edited(bucket)

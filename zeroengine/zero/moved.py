@@ -32,9 +32,10 @@ class MovedGradient(Tensor):
         # The arguments may hold it deep down (a list of gradients): the first parameter's name tells enough.
         names = [a._name for a in _flat(args) if isinstance(a, MovedGradient)]
         raise MovedGradientError(
-            f"the gradient of parameter '{names[0] if names else '?'}' is not in `.grad` ({getattr(func, '__name__', func)}): the "
-            "engine has moved it to where gradients of micro-batches and ranks are summed. To clip, set `gradient_clipping` in the "
-            "configuration; for the norm call engine.get_global_grad_norm() after engine.step(); for the values "
+            f"the gradient of parameter '{names[0] if names else '?'}' is not in `.grad` ({getattr(func, '__name__', func)}): "
+            "the engine has moved it to where gradients of micro-batches and ranks are summed. To clip, set "
+            "`gradient_clipping` in the configuration; for the norm call engine.get_global_grad_norm() after engine.step(); "
+            "for the values "
             "zeroengine.utils.safe_get_full_grad(param) on all ranks; to forget it engine.zero_grad()"
         )
 

@@ -223,15 +223,15 @@ class Reducer:
                     if p.grad is None:
                         if spec.name in self._used:
                             raise ModelError(
-                                f"`.grad` of parameter '{spec.name}' was set to None after backward (module.zero_grad()?), but the "
-                                "engine holds the gradient and would apply it; to forget the gradients of a step call "
+                                f"`.grad` of parameter '{spec.name}' was set to None after backward (module.zero_grad()?), but "
+                                "the engine holds the gradient and would apply it; to forget the gradients of a step call "
                                 "engine.zero_grad() or optimizer.zero_grad() of the engine's optimizer"
                             )
                     elif type(p.grad) is not MovedGradient:
                         raise ModelError(
                             f"`.grad` of parameter '{spec.name}' was assigned, which has no effect: the engine sums gradients in "
-                            "its buckets; set it with zeroengine.utils.safe_set_full_grad(param, value) after backward, or change "
-                            "it in a hook (param.register_hook)"
+                            "its buckets; set it with zeroengine.utils.safe_set_full_grad(param, value) after backward, or "
+                            "change it in a hook (param.register_hook)"
                         )
 
     def _unmark_all(self) -> None:
