@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import DivergenceError
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.held import HeldGroup, HeldParameter
+from zeroengine.zero.held import editing
 from zeroengine.zero.residency import ValueSource, slot_of
 from zeroengine.zero.sharder import Sharder
-
-Whole = Bucket | HeldParameter
-Editor = Any  # a `Sharder` of buckets, or a `HeldGroup` of parameters that no engine has yet
 
 
 class GatheredParameters(contextlib.AbstractContextManager[None]):
@@ -33,22 +30,24 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         enabled: bool = True,
     ) -> None:  # fmt: skip
         given = [params] if isinstance(params, Tensor) else list(params)
-        self._buckets: dict[ValueSource, list[Whole]] = {}
+        self._unowned = given if enabled else []
+        self._buckets: dict[ValueSource, list[Bucket]] = {}
         for p in given if enabled else []:
             slot = slot_of(p)
-            if slot is not None and slot.source is not None:
+            if slot is not None and isinstance(slot.source, Sharder):
                 mine = self._buckets.setdefault(slot.source, [])
                 if slot.bucket not in mine:
                     mine.append(slot.bucket)
         self._modifier_rank = modifier_rank
         self._stack = contextlib.ExitStack()
-        self._before: dict[Whole, Tensor] = {}
+        self._before: dict[Bucket, Tensor] = {}
 
     def __enter__(self) -> None:
+        self._stack.enter_context(editing(self._unowned, self._modifier_rank))
         for source, buckets in self._buckets.items():
-            if isinstance(source, (Sharder, HeldGroup)):
+            if isinstance(source, Sharder):
                 buckets.sort(key=lambda b: b.index)
-                self._stack.enter_context(cast(Editor, source).gathered(buckets))
+                self._stack.enter_context(source.gathered(buckets))
                 for bucket in buckets:
                     self._before[bucket] = _digest(bucket)
 
@@ -56,13 +55,13 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         try:
             if exc[0] is None:
                 for source in self._buckets:
-                    if isinstance(source, (Sharder, HeldGroup)):
+                    if isinstance(source, Sharder):
                         self._write_back(source)
         finally:
             self._before.clear()
             self._stack.__exit__(*exc)
 
-    def _write_back(self, source: Editor) -> None:
+    def _write_back(self, source: Sharder) -> None:
         for bucket in self._buckets[source]:
             if self._modifier_rank is not None and bucket.full is not None:
                 bucket.comm.broadcast(bucket.full, self._modifier_rank, f"edit of {bucket.subject}").wait()
@@ -86,7 +85,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             source.edited(bucket)
 
 
-def _digest(bucket: Whole) -> Tensor:
+def _digest(bucket: Bucket) -> Tensor:
     """Two sums over the bits of the values: equal for equal values, different for nearly all others."""
     if bucket.full is None:
         return torch.zeros(2, dtype=torch.int64)
