@@ -98,7 +98,7 @@ class HeldParameter:
             self.comm.broadcast(flat, modifier_rank, f"edit of {self.subject}").wait()
             param.copy_(flat.view(param.shape))
             return
-        digest = hashlib.blake2b(memoryview(flat.view(torch.uint8).numpy()), digest_size=8).digest()
+        digest = hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
         table = self.comm.exchange(mine, f"edit of {self.subject}")
         odd = [self.comm.ranks[r] for r in range(self.comm.size) if table[r, 0] != table[0, 0]]
