@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from zeroengine.errors import DivergenceError
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import digest, same_bits
-from zeroengine.zero.held import HeldGroup, HeldParameter
+from zeroengine.zero.held import editing
 from zeroengine.zero.residency import ValueSource, slot_of
 from zeroengine.zero.sharder import Sharder
-
-Whole = Bucket | HeldParameter
-Editor = Any  # a `Sharder` of buckets, or a `HeldGroup` of parameters that no engine has yet
 
 
 class GatheredParameters(contextlib.AbstractContextManager[None]):
@@ -34,10 +31,11 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         enabled: bool = True,
     ) -> None:  # fmt: skip
         given = [params] if isinstance(params, Tensor) else list(params)
-        self._buckets: dict[ValueSource, list[Whole]] = {}
+        self._unowned = given if enabled else []
+        self._buckets: dict[ValueSource, list[Bucket]] = {}
         for p in given if enabled else []:
             slot = slot_of(p)
-            if slot is not None and slot.source is not None:
+            if slot is not None and isinstance(slot.source, Sharder):
                 mine = self._buckets.setdefault(slot.source, [])
                 if slot.bucket not in mine:
                     mine.append(slot.bucket)
@@ -45,31 +43,34 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        self._stack.enter_context(editing(self._unowned, self._modifier_rank))
         for source, buckets in self._buckets.items():
-            if isinstance(source, (Sharder, HeldGroup)):
+            if isinstance(source, Sharder):
                 buckets.sort(key=lambda b: b.index)
-                self._stack.enter_context(cast(Editor, source).gathered(buckets))
+                self._stack.enter_context(source.gathered(buckets))
 
     def __exit__(self, *exc: Any) -> None:
         try:
             for source, buckets in self._buckets.items():
-                if not isinstance(source, (Sharder, HeldGroup)) or not buckets:
+                if not isinstance(source, Sharder) or not buckets:
                     continue
                 if exc[0] is None:
                     self._write_back(source, buckets)
-                elif isinstance(source, Sharder):
-                    source.drop_edits(cast(list[Bucket], buckets))
+                else:
+                    source.drop_edits(buckets)
         finally:
-            self._stack.close()
+            self._stack.__exit__(*exc)
 
-    def _write_back(self, source: Editor, buckets: list[Whole]) -> None:
+    def _write_back(self, source: Sharder, buckets: list[Bucket]) -> None:
         facts: list[int] = []
         for bucket in buckets:
             if bucket.full is None:
                 continue
             if self._modifier_rank is not None:
                 bucket.comm.broadcast(bucket.full, self._modifier_rank, f"edit of {bucket.subject}").wait()
-            facts += [digest(bucket.full.view(-1)), int(_changed(bucket, bucket.full))]
+            # A write through `.data` is counted nowhere: the bits tell. Every element is in one rank's slice.
+            changed = bucket.policy.shard_params and not same_bits(bucket.full[bucket.own], bucket.shard)
+            facts += [digest(bucket.full), int(changed or bucket.written())]
         buckets = [b for b in buckets if b.full is not None]
         if not buckets:
             return
@@ -86,11 +87,3 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 )
             if bool(changed_by.any()):
                 source.edited(bucket)
-
-
-def _changed(whole: Whole, full: Tensor) -> bool:
-    """Whether the values are not those that were gathered. What no engine holds yet is always taken over."""
-    if isinstance(whole, HeldParameter):
-        return True
-    # A write through `.data` is counted nowhere: the bits tell. Every element is in one rank's slice.
-    return whole.written() or (whole.policy.shard_params and not same_bits(full[whole.own], whole.shard))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import sys
 import time
 import weakref
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.errors import DivergenceError
 from zeroengine.zero.host import HeapTrimmer, host_memory
 from zeroengine.zero.pool import storage_users
 from zeroengine.zero.residency import ReleasedParameter, Slot, slot_of, stub_for
@@ -37,7 +39,7 @@ class _State(enum.IntEnum):
 
 
 class HeldParameter:
-    """One parameter: whole, or this rank's slice (`shard`, on the host). What `GatheredParameters` asks of a bucket."""
+    """One parameter: whole, or this rank's slice (`shard`, on the host)."""
 
     def __init__(self, group: HeldGroup, param: nn.Parameter, name: str, index: int) -> None:
         self.group = group
@@ -59,12 +61,6 @@ class HeldParameter:
     @property
     def device(self) -> torch.device:
         return self._alive().device
-
-    @property
-    def full(self) -> Tensor | None:
-        """The whole values, flat and not a copy; None while they are released."""
-        param = self._alive()
-        return None if self.shard is not None else param.detach().view(-1)
 
     @torch.no_grad()
     def release(self, dtype: torch.dtype | None) -> None:
@@ -92,6 +88,26 @@ class HeldParameter:
             param.data = flat[: param.numel()].view(param.shape).to(param.device)
             param.__class__ = self.cls
         self.shard = None
+
+    @torch.no_grad()
+    def settle(self, modifier_rank: int | None) -> None:
+        """Makes an edit of the whole values everybody's, or compares those of all ranks. Collective."""
+        param = self._alive()
+        flat = param.detach().reshape(-1).cpu()
+        if modifier_rank is not None:
+            self.comm.broadcast(flat, modifier_rank, f"edit of {self.subject}").wait()
+            param.copy_(flat.view(param.shape))
+            return
+        digest = hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        table = self.comm.exchange(mine, f"edit of {self.subject}")
+        odd = [self.comm.ranks[r] for r in range(self.comm.size) if table[r, 0] != table[0, 0]]
+        if odd:
+            raise DivergenceError(
+                f"rank {self.comm.ranks[self.comm.rank]}: parameter '{self.subject}' was edited inside GatheredParameters, but "
+                f"not to the same values on all ranks (ranks {odd} differ from rank {self.comm.ranks[0]}); name the rank whose "
+                "edit counts with modifier_rank=..., or make the same edit everywhere"
+            )
 
     def move(self, device: torch.device) -> None:
         """The values belong on `device` from now on; a slice stays on the host."""
@@ -191,26 +207,24 @@ class HeldGroup:
             held.pins -= 1
 
     @contextlib.contextmanager
-    def gathered(self, members: list[HeldParameter]) -> Iterator[None]:
-        """Keeps several parameters whole and contiguous inside the context."""
+    def editing(self, members: list[HeldParameter], modifier_rank: int | None) -> Iterator[None]:
+        """Keeps several parameters whole inside the context; afterwards the values of `modifier_rank` count, or else all
+        ranks must have the same. Collective."""
         for held in members:
             self.bring(held)
             held.pins += 1
-            param = held._alive()
-            param.data = param.data.contiguous()
         try:
             yield
         finally:
             for held in members:
                 held.pins -= 1
-        self.flush()  # not after an exception, which other ranks may not have
+        for held in members:  # not after an exception, which other ranks may not have
+            held.settle(modifier_rank)
+        self.flush()
 
     def write(self, param: nn.Parameter, values: Tensor) -> bool:
         """Never apart from gathering it (see `ValueSource`): the whole parameter is written."""
         return False
-
-    def edited(self, held: HeldParameter) -> None:
-        """Nothing: whole values are the truth until they are released."""
 
     def copy_of(self, param: nn.Parameter) -> nn.Parameter:
         """A held parameter with the same values."""
@@ -246,6 +260,20 @@ def held_by(param: Tensor) -> HeldParameter | None:
     """The record of a parameter that is cut over the ranks and belongs to no engine yet."""
     slot = slot_of(param)
     return slot.bucket if slot is not None and isinstance(slot.bucket, HeldParameter) else None
+
+
+@contextlib.contextmanager
+def editing(params: list[Tensor], modifier_rank: int | None) -> Iterator[None]:
+    """Keeps those of `params` that are held whole inside the context (see `HeldGroup.editing`)."""
+    found: dict[HeldGroup, list[HeldParameter]] = {}
+    for param in params:
+        held = held_by(param)
+        if held is not None and held not in found.setdefault(held.group, []):
+            found[held.group].append(held)
+    with contextlib.ExitStack() as stack:
+        for group, members in found.items():
+            stack.enter_context(group.editing(sorted(members, key=lambda held: held.index), modifier_rank))
+        yield
 
 
 def claim(params: list[nn.Parameter]) -> None:
