@@ -107,7 +107,7 @@ def test_bound_on_the_parameters_that_stay_whole() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (5, 3, 9, 4, 40)])
 
     def whole(bound: int | None) -> list[int]:
-        chosen = _persistent(model, ShardingRule(3, None, 100, 10, None, bound))
+        chosen = _persistent(model, ShardingRule(3, None, 100, 10, persistent_total=bound))
         return sorted(p.numel() for p in model if id(p) in chosen)
 
     assert whole(None) == [3, 4, 5, 9] and whole(12) == [3, 4, 5] and whole(11) == [3, 4] and whole(0) == []
