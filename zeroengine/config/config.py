@@ -30,7 +30,7 @@ from zeroengine.config.sections import (
     TorchAutocastSection,
 )
 from zeroengine.config.source import read
-from zeroengine.config.spec import Section, key
+from zeroengine.config.spec import Section, ignored, key
 from zeroengine.config.values import (
     Count,
     DtypeName,
@@ -69,8 +69,8 @@ class Config(Section):
     seed: Count | None = key(None, "Seed of the engine's own random choices. Null: torch's seed.", ours=True)
     strict: Flag = key(True, "False turns unknown keys into a warning.", ours=True)
 
-    zero_allow_untested_optimizer: Flag = key(
-        False, "Accepted, and not needed: an optimizer that is not known to be element-wise gets whole parameters."
+    zero_allow_untested_optimizer: Flag = ignored(
+        False, "Allow optimizers of other classes.", "an optimizer that is not known to be element-wise gets whole parameters"
     )
     optimizer: OptimizerSection | None = key(None, "The optimizer. Null: given in code.")
     scheduler: SchedulerSection | None = key(None, "The learning-rate schedule. Null: given in code, or none.")
