@@ -1,6 +1,10 @@
 #include "collectives.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdint>
 
 #include "kernels.h"
 
@@ -23,6 +27,19 @@ size_t part(size_t total, size_t done, size_t most) { return done >= total ? 0 :
 
 // The part of the staging area for one of `n` blocks.
 size_t lane_bytes(const Group& g) { return g.half() / static_cast<size_t>(g.size()) / kLine * kLine; }
+
+// A peer's memory that was read where it lies counts as resident in the reader, too, for as long as it stays mapped
+// page by page. The pages are the peer's; dropping this process' entries costs little beside the copy, and so does
+// bringing them back, because the kernel maps several around each fault.
+constexpr size_t kWorthForgetting = 1024 * 1024;
+
+void forget(const char* begin, size_t bytes) {
+    if (bytes < kWorthForgetting) return;
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+    const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / page * page;
+    if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
 
 Status close(Group& g, bool direct) { return direct ? g.meet({}) : kDone; }
 
@@ -53,6 +70,12 @@ Status blocks_in_rounds(Group& g, const char* input, const Blocks& b, Consume co
         }
         rows[g.rank()] = input + b.input_offset[g.rank()] + at;
         consume(at, most, rows.data());
+        for (int p = 0; p < g.size(); ++p) {
+            if (p != g.rank() && g.direct(p)) {
+                const size_t whole = b.output_bytes ? static_cast<size_t>(b.output_bytes[p]) : b.largest;
+                forget(static_cast<const char*>(rows[p]), part(whole, at, most));
+            }
+        }
     }
     return close(g, any_direct);
 }
@@ -79,11 +102,15 @@ Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int 
     if (bytes(me) != 0) {
         sum(piece + begin(me), rows.data(), g.size(), bytes(me) / item, type, type, scale, false);
         copy(result + begin(me), piece + begin(me), bytes(me));
+        for (int p = 0; p < g.size(); ++p) {
+            if (p != me && g.direct(p)) forget(g.data(p) + begin(me), bytes(me));
+        }
     }
     ZE_MEET(own);
     for (int i = 1; i < g.size(); ++i) {
         const int p = (me + i) % g.size();
         copy(piece + begin(p), g.data(p) + begin(p), bytes(p));
+        if (g.direct(p)) forget(g.data(p) + begin(p), bytes(p));
     }
     return kDone;
 }
@@ -104,7 +131,9 @@ Status all_gather(Group& g, char* full, const char* shard, size_t bytes) {
         if (at != 0) ZE_MEET(own.direct ? own : stage(at));
         for (int i = 1; i < g.size(); ++i) {
             const int p = (g.rank() + i) % g.size();
-            copy(full + p * bytes + at, g.data(p) + (g.direct(p) ? at : 0), part(bytes, at, most));
+            const char* from = g.data(p) + (g.direct(p) ? at : 0);
+            copy(full + p * bytes + at, from, part(bytes, at, most));
+            if (g.direct(p)) forget(from, part(bytes, at, most));
         }
     }
     return close(g, any_direct);
@@ -170,6 +199,7 @@ Status broadcast(Group& g, char* data, size_t bytes, int src) {
     for (size_t at = 0; at < bytes; at += most) {
         if (at != 0) ZE_MEET(stage(at));
         if (!mine) copy(data + at, g.data(src), part(bytes, at, most));
+        if (!mine && direct) forget(g.data(src), bytes);
     }
     return close(g, direct);
 }
