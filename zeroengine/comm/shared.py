@@ -22,19 +22,18 @@ from torch import Tensor
 
 from zeroengine.comm.arena import Arena
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
-from zeroengine.comm.fixed_order import reduce_rows
 from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
 from zeroengine.comm.shm_native import DIVERGED, DONE, TYPES, Native, integers
-from zeroengine.comm.transport import SMALL_ALL_REDUCE, rows_to_shard
+from zeroengine.comm.transport import FixedOrder
 from zeroengine.errors import RankError
 
 _SMALL = 128 * 1024
 """Bytes up to which staging is cheaper than the closing meeting of shared memory."""
 
 
-class SharedTransport:
+class SharedTransport(FixedOrder):
     """Collectives of one group. Not thread-safe: one operation at a time, but `interrupt` from any thread."""
 
     kind = "shared memory"
@@ -98,30 +97,16 @@ class SharedTransport:
                     self._handle, shard.data_ptr(), full.data_ptr(), shard.numel(), wire, kind, scale, int(accumulate)
                 )
             )
-        elif full.numel():
-            rows_to_shard(self._exchange_rows(full), shard, scale, accumulate, self.scratch)
+        else:
+            super().reduce_scatter(shard, full, scale, accumulate)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
         data = tensor.view(-1)
         kind = TYPES.get(data.dtype, -1)
         if op == "sum" and self._native.can_sum(kind, kind):
             self._done(self._native.all_reduce(self._handle, data.data_ptr(), data.numel(), kind, scale))
-            return
-        if not data.numel():
-            return
-        if data.nbytes * self.size <= SMALL_ALL_REDUCE:
-            rows = self.scratch.take("receive", self.size * data.numel(), data.dtype, data.device)
-            self.all_gather(rows, data)
-            reduce_rows(rows.view(self.size, -1), op, data, scale=scale)
-            return
-        share = -(-data.numel() // self.size)
-        padded = self.scratch.take("pad", share * self.size, data.dtype, data.device)
-        padded[: data.numel()].copy_(data)
-        padded[data.numel() :].zero_()
-        own = padded[self.rank * share : (self.rank + 1) * share]
-        reduce_rows(self._exchange_rows(padded), op, own, scale=scale)
-        self.all_gather(padded, own)
-        data.copy_(padded[: data.numel()])
+        else:
+            super().all_reduce(tensor, op, scale)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         self._done(self._native.broadcast(self._handle, tensor.data_ptr(), tensor.nbytes, src))
@@ -153,8 +138,7 @@ class SharedTransport:
         )  # fmt: skip
         self._done(status)
 
-    def _exchange_rows(self, full: Tensor) -> Tensor:
-        """[N, S]: row i is rank i's contribution to this rank's slice of `full`."""
+    def exchange_rows(self, full: Tensor) -> Tensor:
         received = self.scratch.take("receive", full.numel(), full.dtype, full.device)
         self.all_to_all(received, full, None, None)
         return received.view(self.size, -1)

@@ -22,16 +22,51 @@ SMALL_ALL_REDUCE = 64 * 1024
 """Bytes of all ranks' contributions up to which an all-reduce is one all-gather (latency) and not two exchanges."""
 
 
-def rows_to_shard(rows: Tensor, shard: Tensor, scale: float, accumulate: bool, scratch: Scratch) -> None:
-    """The sum of a reduce-scatter from the contributions [N, S] of all ranks, made in the type of `shard`."""
-    out = shard.view(-1)
-    if rows.dtype != shard.dtype:
-        half = scratch.take("wide", (rows.shape[0] + 1) // 2 * out.numel(), shard.dtype, rows.device)
-        rows = wide_rows(rows, shard.dtype, half)
-    reduce_rows(rows, "sum", out, scale=scale, accumulate=accumulate)
+class FixedOrder:
+    """Reductions made of a transport's own movements: an exchange of rows and additions here, in fixed order."""
+
+    rank: int
+    size: int
+    scratch: Scratch
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must say how it gathers")
+
+    def exchange_rows(self, full: Tensor) -> Tensor:
+        """[N, S]: row i is rank i's contribution to this rank's slice of `full`."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it exchanges rows")
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> None:
+        if not full.numel():
+            return
+        rows, out = self.exchange_rows(full), shard.view(-1)
+        if full.dtype != shard.dtype:
+            half = self.scratch.take("wide", (self.size + 1) // 2 * out.numel(), shard.dtype, full.device)
+            rows = wide_rows(rows, shard.dtype, half)
+        reduce_rows(rows, "sum", out, scale=scale, accumulate=accumulate)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
+        data = tensor.view(-1)
+        if not data.numel():
+            return
+        if data.nbytes * self.size <= SMALL_ALL_REDUCE:
+            rows = self.scratch.take("receive", self.size * data.numel(), data.dtype, data.device)
+            self.all_gather(rows, data)
+            reduce_rows(rows.view(self.size, -1), op, data, scale=scale)
+            return
+        padded, share = data, -(-data.numel() // self.size)
+        if share * self.size != data.numel():
+            padded = self.scratch.take("pad", share * self.size, data.dtype, data.device)
+            padded[: data.numel()].copy_(data)
+            padded[data.numel() :].zero_()
+        own = padded[self.rank * share : (self.rank + 1) * share]
+        reduce_rows(self.exchange_rows(padded), op, own, scale=scale)
+        self.all_gather(padded, own)
+        if padded is not data:
+            data.copy_(padded[: data.numel()])
 
 
-class Transport:
+class Transport(FixedOrder):
     """Collectives of one process group. Not thread-safe: one operation at a time."""
 
     kind = "Gloo"
@@ -63,31 +98,6 @@ class Transport:
         if full.numel():
             all_gather_single(as_bytes(full), as_bytes(shard), group=self.group)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> None:
-        if not full.numel():
-            return
-        rows_to_shard(self._exchange_rows(full), shard, scale, accumulate, self.scratch)
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
-        data = tensor.view(-1)
-        if not data.numel():
-            return
-        if data.nbytes * self.size <= SMALL_ALL_REDUCE:
-            rows = self.scratch.take("receive", self.size * data.numel(), data.dtype, data.device)
-            self.all_gather(rows, data)
-            reduce_rows(rows.view(self.size, -1), op, data, scale=scale)
-            return
-        padded, share = data, -(-data.numel() // self.size)
-        if share * self.size != data.numel():
-            padded = self.scratch.take("pad", share * self.size, data.dtype, data.device)
-            padded[: data.numel()].copy_(data)
-            padded[data.numel() :].zero_()
-        own = padded[self.rank * share : (self.rank + 1) * share]
-        reduce_rows(self._exchange_rows(padded), op, own, scale=scale)
-        self.all_gather(padded, own)
-        if padded is not data:
-            data.copy_(padded[: data.numel()])
-
     def broadcast(self, tensor: Tensor, src: int) -> None:
         if tensor.numel():
             dist.broadcast(as_bytes(tensor), self.ranks[src], group=self.group)
@@ -109,8 +119,7 @@ class Transport:
             group=self.group,
         )
 
-    def _exchange_rows(self, full: Tensor) -> Tensor:
-        """[N, S]: row i is rank i's contribution to this rank's slice of `full`."""
+    def exchange_rows(self, full: Tensor) -> Tensor:
         received = self.scratch.take("receive", full.numel(), full.dtype, full.device)
         all_to_all_single(as_bytes(received), as_bytes(full), group=self.group)
         return received.view(self.size, -1)
