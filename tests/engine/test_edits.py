@@ -161,6 +161,24 @@ def test_writes_in_forward() -> None:
     check(_in_forward)
 
 
+def _unedited(rank: int, ranks: int) -> list[str]:
+    """An update is no edit: else every step would compare all values over the ranks."""
+    mesh, faults = one_mesh(), []
+    for stage in (0, 1, 2, 3):
+        for name, precision in PRECISIONS.items():
+            engine = make(mesh, stage, lr=0.1, **precision)
+            for step in range(2):
+                train(engine, Where(step, 0, rank, ranks))
+                if any(engine.optimizer._edit_marks()):
+                    faults.append(f"stage {stage}, {name}: step {step} left marks of an edit")
+            engine.destroy()
+    return faults
+
+
+def test_an_update_is_no_edit() -> None:
+    check(_unedited)
+
+
 class Bounded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -165,18 +165,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _update(self, used: frozenset[str], factor: float) -> None:
-        inner = self.optimizer
-        fused = isinstance(inner, FusedOptimizer)
-        if isinstance(inner, FusedOptimizer):
+        if isinstance(self.optimizer, FusedOptimizer):
             grads: dict[Tensor, Tensor] = {}
             copies: dict[Tensor, Tensor] = {}
             for master in self.masters:
                 master.feed(used, grads, copies)
-            inner.step(grad_scale=factor, copies=copies, grads=grads)
+            self.optimizer.step(grad_scale=factor, copies=copies, grads=grads)
         else:
             self._update_by_torch(used, factor)
         for master in self.masters:
-            master.publish(written=fused)
+            master.publish(written=isinstance(self.optimizer, FusedOptimizer))
         for master in self.masters:
             master.bucket.wait()
 

@@ -82,30 +82,25 @@ class FlatMaster:
             view = nn.Parameter(self.flat[spec.offset : spec.end].view(spec.shape).detach())
             self.parts[index] = [Part(spec.name, spec.shape, 0, spec.offset, view)]
 
-    def link(self, used: frozenset[str]) -> None:
-        """Points `.grad` of the parts at the reduced gradients; parts of unused parameters get None, as in torch."""
-        grads = self.gradients.updated
-        for index, parts in self.parts.items():
-            if index in self.apart:
-                continue
-            for part in parts:
-                if part.name not in used:
-                    part.view.grad = None
-                    continue
-                grad = grads[part.at : part.at + part.view.numel()].view(part.view.shape)
-                part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
-
-    def feed(self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor]) -> None:
-        """`link` for an optimizer that takes gradients of any type, and writes the values in the pass that makes them."""
+    def _flat_parts(self, used: frozenset[str]) -> Iterator[tuple[Part, Tensor]]:
+        """The parts that are updated here and have a gradient in this step, with it: its view in the reduced gradients."""
         reduced = self.gradients.updated
         for index, parts in self.parts.items():
             for part in parts:
-                if index in self.apart or part.name not in used:
-                    continue
-                here = slice(part.at, part.at + part.view.numel())
-                grads[part.view] = reduced[here].view(part.view.shape)
-                if self.separate:
-                    copies[part.view] = self._values[here].view(part.view.shape)
+                if index not in self.apart and part.name in used:
+                    yield part, reduced[part.at : part.at + part.view.numel()].view(part.view.shape)
+
+    def link(self, used: frozenset[str]) -> None:
+        """Points `.grad` of the parts at the reduced gradients; parts of unused parameters have none, as in torch."""
+        for part, grad in self._flat_parts(used):
+            part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
+
+    def feed(self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor]) -> None:
+        """`link` for an optimizer that takes gradients of any type, and writes the values in the pass that makes them."""
+        for part, grad in self._flat_parts(used):
+            grads[part.view] = grad
+            if self.separate:
+                copies[part.view] = self._values[part.at : part.at + grad.numel()].view(grad.shape)
 
     def unlink(self) -> None:
         for parts in self.parts.values():
@@ -117,7 +112,7 @@ class FlatMaster:
         already (`feed`)."""
         if self.separate and not written:
             self._values.copy_(self.flat)
-            self._published = self._fingerprint()
+        self._published = self._fingerprint()
         if self.bucket.policy.shard_state:
             self.bucket.publish()
         else:
