@@ -124,7 +124,8 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
     given = muon_options(dict(params)) if cls is MuonWithAdamW else dict(params)
     signature = inspect.signature(cls.__init__).parameters
     accepted = {n for n in signature if n not in ("self", "params", "args", "kwargs")}
-    fused, fixed = _FUSED.get(cls, (cls, {}))
+    fused, fixed = _fused(cls, params, model) or (cls, {})
+    taken = inspect.signature(fused.__init__).parameters
     kwargs: dict[str, Any] = {}
     for key, value in given.items():
         if key not in accepted and (key == "adam_w_mode" or key in _IMPLEMENTATION):
@@ -134,14 +135,12 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
         if key == "bias_correction" and key not in accepted:
             if value is True:
                 continue
-            if fused is FusedAdam and not params.get("torch_adam"):
-                fixed = {**fixed, "bias_correction": False}
-                continue
-            raise ConfigError(
-                f"optimizer.params.bias_correction is {value!r}, and {cls.__name__} always corrects its moments; remove the "
-                "key, or pass an optimizer of your own to initialize(optimizer=...)"
-            )
-        if key not in accepted:
+            if key not in taken:
+                raise ConfigError(
+                    f"optimizer.params.bias_correction is {value!r}, and {cls.__name__} always corrects its moments; remove the "
+                    "key, or pass an optimizer of your own to initialize(optimizer=...)"
+                )
+        elif key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ConfigError(
@@ -150,17 +149,25 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
         kwargs[key] = tuple(value) if isinstance(value, list) else value
     if "lr" in accepted and "lr" not in kwargs and signature["lr"].default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer.params.lr is missing; {cls.__name__} has no default learning rate")
-    if fused is not cls and not params.get("torch_adam") and not any(p.is_complex() for p in model.parameters()):
-        taken = inspect.signature(fused.__init__).parameters
-        switches = {k for k, v in kwargs.items() if k not in taken and v == signature[k].default}
-        if all(k in taken or k in switches for k in kwargs):
-            defaults = {k: v.default for k, v in signature.items() if k in taken and v.default is not inspect.Parameter.empty}
-            return ClassFactory(fused, {**defaults, **{k: v for k, v in kwargs.items() if k in taken}, **fixed})
+    if fused is not cls:
+        defaults = {k: v.default for k, v in signature.items() if k in taken and v.default is not inspect.Parameter.empty}
+        return ClassFactory(fused, {**defaults, **{k: v for k, v in kwargs.items() if k in taken}, **fixed})
     if "fused" in accepted and cls is not torch.optim.SGD:
         # One pass over the memory. Not SGD's: it rounds an element differently by its place in memory, and the stages
         # would no longer agree to the last bit.
         kwargs["fused"] = True
     return ClassFactory(cls, kwargs, partial(split_groups, model) if cls is MuonWithAdamW else None)
+
+
+def _fused(
+    cls: type[torch.optim.Optimizer], params: Mapping[str, Any], model: nn.Module
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Our class of the same rule as torch's `cls`, and what fixes the rule, if it has all that `params` ask for."""
+    if cls not in _FUSED or params.get("torch_adam") or any(p.is_complex() for p in model.parameters()):
+        return None
+    torchs, ours = (inspect.signature(c.__init__).parameters for c in (cls, _FUSED[cls][0]))
+    missing = [k for k in params if k in torchs and k not in ours and k not in _IMPLEMENTATION]
+    return _FUSED[cls] if all(params[k] == torchs[k].default for k in missing) else None
 
 
 class ClassFactory:
