@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from zeroengine.config import Config
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0
+from zeroengine.mesh import Mesh
 
 
 class EngineLoader:
@@ -94,6 +96,18 @@ class EngineLoader:
                 f"now; the {rest} samples before it come again",
                 30,
             )
+
+
+def build_loader(
+    dataset: Dataset[Any] | None, batch_size: int, mesh: Mesh, collate_fn: Callable[..., Any] | None, settings: Config
+) -> EngineLoader | None:
+    """The loader of this data-parallel rank; None without a dataset."""
+    if dataset is None:
+        return None
+    return EngineLoader(
+        dataset, batch_size, mesh.data_parallel_size, mesh.control.rank, collate_fn,
+        settings.dataloader_drop_last, settings.seed or 0,
+    )  # fmt: skip
 
 
 class _FromPosition(Sampler[int]):

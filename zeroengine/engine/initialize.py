@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
-from zeroengine.engine.data import EngineLoader
+from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
 from zeroengine.engine.pipeline import initialize_pipeline
@@ -110,18 +110,9 @@ def _initialize(
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None
     if source is not None:
-        try:
-            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
-        except Exception:
-            mechanism.remove()  # a model that is refused is left as it was, and can be given again
-            raise
+        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
-    loader = None
-    if training_data is not None:
-        loader = EngineLoader(
-            training_data, batch.micro, mesh.data_parallel_size, mesh.control.rank, collate_fn,
-            settings.dataloader_drop_last, settings.seed or 0,
-        )  # fmt: skip
+    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler

@@ -13,7 +13,7 @@ from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
@@ -86,15 +86,7 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
-    zero = config.zero_optimization
-    units = gather_units(built.buckets, built.units)
-    window = GatherWindow(
-        [sum(b.layout.padded for b in unit) for unit in units],
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_reuse_distance,
-        zero.stage3_max_live_parameters,
-    )
-    sharder = Sharder(module, built.buckets, window, built.units)
+    sharder = build_sharder(module, built, config)
     gradients = [
         BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
         for b in built.buckets
@@ -102,6 +94,17 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     ]
     reducer = Reducer(gradients, groups.control)
     return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+
+
+def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
+    zero = config.zero_optimization
+    window = GatherWindow(
+        [sum(b.layout.padded for b in unit) for unit in gather_units(built.buckets, built.units)],
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_reuse_distance,
+        zero.stage3_max_live_parameters,
+    )
+    return Sharder(module, built.buckets, window, built.units)
 
 
 def build_scaler(config: Config) -> LossScaler:
@@ -112,11 +115,16 @@ def build_scaler(config: Config) -> LossScaler:
 def attach_optimizer(
     mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
 ) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups."""
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. A model that is
+    refused is left as it was, and can be given again."""
     mesh = mechanism.groups
-    attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
-    mechanism.optimizer = ZeroOptimizer(
-        attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
-    )  # fmt: skip
+    try:
+        attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
+        mechanism.optimizer = ZeroOptimizer(
+            attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
+            build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        )  # fmt: skip
+    except Exception:
+        mechanism.remove()
+        raise
     return mechanism.optimizer

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.engine.checkpointing import Pieces
-from zeroengine.engine.data import EngineLoader
+from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
@@ -30,6 +30,7 @@ from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.held import to_device
 
 
 class PipelineEngine(ZeroEngine):
@@ -333,27 +334,18 @@ def initialize_pipeline(
         if not bool(comms.control.exchange(torch.tensor([trainable]).to(torch.int64), "trainable stages").any()):
             check_trainable(module, groups)
     check_free(module)
-    module.to(mesh.fabric.device)
+    to_device(module, mesh.fabric.device)
     ties = Ties(module, comms, mesh.fabric.device)
     ties.equalize(module)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_stages(module, settings, members, ties, trains=source is not None)
     zero_optimizer = None
     if source is not None:
-        try:
-            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
-        except Exception:
-            mechanism.remove()
-            raise
+        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
         across = AcrossStages(ties, members, comms.control)
         zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
     scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
-    loader = None
-    if training_data is not None:
-        loader = EngineLoader(
-            training_data, batch.micro, mesh.data_parallel_size, mesh.control.rank, collate_fn,
-            settings.dataloader_drop_last, settings.seed or 0,
-        )  # fmt: skip
+    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties)
     checked = engine.schedule(batch.accumulation)
     log_rank0(

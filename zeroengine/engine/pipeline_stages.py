@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.engine.mechanism import Mechanism, compute_dtype, gradient_rule, sharding_rule
+from zeroengine.engine.mechanism import Mechanism, build_sharder, compute_dtype, gradient_rule, sharding_rule
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
@@ -21,8 +21,6 @@ from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_sam
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
-from zeroengine.zero.sharder import Sharder
-from zeroengine.zero.window import GatherWindow
 
 _TEXT = 512  # bytes of a reason that travels between stages
 
@@ -193,14 +191,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
     rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
     built = build_buckets(module, rule, groups, pool)
-    zero = config.zero_optimization
-    window = GatherWindow(
-        [b.layout.padded for b in built.buckets],
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_reuse_distance,
-        zero.stage3_max_live_parameters,
-    )
-    sharder = Sharder(module, built.buckets, window, built.units)
+    sharder = build_sharder(module, built, config)
     by_part: dict[str, list[BucketGradients]] = {}
     for bucket in built.buckets:
         if bucket.trainable and trains:
