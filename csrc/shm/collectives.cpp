@@ -33,11 +33,12 @@ size_t lane_bytes(const Group& g) { return g.half() / static_cast<size_t>(g.size
 // bringing them back, because the kernel maps several around each fault.
 constexpr size_t kWorthForgetting = 1024 * 1024;
 
-void forget(const char* begin, size_t bytes) {
-    if (bytes < kWorthForgetting) return;
+void forget(const Group& g, int peer, const void* from, size_t bytes) {
+    if (peer == g.rank() || !g.direct(peer) || bytes < kWorthForgetting) return;
+    const auto begin = reinterpret_cast<uintptr_t>(from);
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
-    const uintptr_t last = (reinterpret_cast<uintptr_t>(begin) + bytes) / page * page;
+    const uintptr_t first = (begin + page - 1) / page * page;
+    const uintptr_t last = (begin + bytes) / page * page;
     if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
@@ -71,10 +72,8 @@ Status blocks_in_rounds(Group& g, const char* input, const Blocks& b, Consume co
         rows[g.rank()] = input + b.input_offset[g.rank()] + at;
         consume(at, most, rows.data());
         for (int p = 0; p < g.size(); ++p) {
-            if (p != g.rank() && g.direct(p)) {
-                const size_t whole = b.output_bytes ? static_cast<size_t>(b.output_bytes[p]) : b.largest;
-                forget(static_cast<const char*>(rows[p]), part(whole, at, most));
-            }
+            const size_t whole = b.output_bytes ? static_cast<size_t>(b.output_bytes[p]) : b.largest;
+            forget(g, p, rows[p], part(whole, at, most));
         }
     }
     return close(g, any_direct);
@@ -103,14 +102,14 @@ Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int 
         sum(piece + begin(me), rows.data(), g.size(), bytes(me) / item, type, type, scale, false);
         copy(result + begin(me), piece + begin(me), bytes(me));
         for (int p = 0; p < g.size(); ++p) {
-            if (p != me && g.direct(p)) forget(g.data(p) + begin(me), bytes(me));
+            forget(g, p, g.data(p) + begin(me), bytes(me));
         }
     }
     ZE_MEET(own);
     for (int i = 1; i < g.size(); ++i) {
         const int p = (me + i) % g.size();
         copy(piece + begin(p), g.data(p) + begin(p), bytes(p));
-        if (g.direct(p)) forget(g.data(p) + begin(p), bytes(p));
+        forget(g, p, g.data(p) + begin(p), bytes(p));
     }
     return kDone;
 }
@@ -133,7 +132,7 @@ Status all_gather(Group& g, char* full, const char* shard, size_t bytes) {
             const int p = (g.rank() + i) % g.size();
             const char* from = g.data(p) + (g.direct(p) ? at : 0);
             copy(full + p * bytes + at, from, part(bytes, at, most));
-            if (g.direct(p)) forget(from, part(bytes, at, most));
+            forget(g, p, from, part(bytes, at, most));
         }
     }
     return close(g, any_direct);
@@ -199,7 +198,7 @@ Status broadcast(Group& g, char* data, size_t bytes, int src) {
     for (size_t at = 0; at < bytes; at += most) {
         if (at != 0) ZE_MEET(stage(at));
         if (!mine) copy(data + at, g.data(src), part(bytes, at, most));
-        if (!mine && direct) forget(g.data(src), bytes);
+        forget(g, src, g.data(src), part(bytes, at, most));
     }
     return close(g, direct);
 }

@@ -75,13 +75,16 @@ class Bucket:
         return slice(*self.layout.slice_of(self.comm.rank))
 
     def adopt(self, full: Tensor) -> None:
-        """Takes the initial values: `full` is flat, padded, equal on all ranks. Where the policy keeps values whole it
-        becomes the bucket's own, and should be memory of the communicator."""
+        """Takes the initial values: `full` is flat, padded, equal on all ranks, of the bucket's dtype or one that is cast.
+        Of the bucket's dtype and where the policy keeps values whole it becomes the bucket's own, and should be memory of
+        the communicator."""
+        like = full.new_empty(0, dtype=self.dtype)
         if self.policy.shard_params:
-            self.shard = self.comm.empty(self.layout.shard_numel, full).copy_(full[self.own])
+            self.shard = self.comm.empty(self.layout.shard_numel, like).copy_(full[self.own])
             hide(self.params)
         else:
-            self.full, self.shard = full, full[self.own]
+            self.full = full if full.dtype is self.dtype else self.comm.empty(full.numel(), like).copy_(full)
+            self.shard = self.full[self.own]
             self._show()
         self.forget_edit()
 

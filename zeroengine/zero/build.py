@@ -144,9 +144,7 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
             if trainable and dtype in (torch.bfloat16, torch.float16):
                 kept = flat[bucket.own] if policy.shard_state else flat
                 masters[bucket.index] = kept.to(torch.float32, copy=True)
-            if not policy.shard_params and source is not dtype:
-                flat = groups.params.empty(layout.padded, torch.empty(0, dtype=dtype, device=flat.device)).copy_(flat)
-            bucket.adopt(flat.to(dtype))
+            bucket.adopt(flat)
             buckets.append(bucket)
             if leaf is not None and policy.shard_params:
                 units.setdefault(leaf, []).append(bucket.index)
