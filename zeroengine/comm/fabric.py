@@ -18,6 +18,7 @@ from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.comm.torch_calls import OWN_GROUPS
 from zeroengine.comm.torch_comm import TorchCommunicator
+from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.watch import HealthWatch
 from zeroengine.errors import RankError
 
@@ -29,8 +30,8 @@ _GRACE_SECONDS = 60.0  # torch's own timeout comes after ours, whose message nam
 class Fabric:
     """Communicators over the default process group (`init_distributed` first).
 
-    `device` is where the data lives: CPU tensors travel through shared memory where all ranks of a communicator can share it
-    (one host, and the native library; ZE_COMM=gloo forbids it) and over Gloo elsewhere, CUDA tensors over NCCL. `timeout`
+    `device` is where the data lives: CPU tensors travel through shared memory inside a host (with the native library;
+    ZE_COMM=gloo forbids it) and over Gloo elsewhere, CUDA tensors over NCCL. `timeout`
     is the number of seconds in which a dead, stopped or diverged rank becomes an error; `stall_timeout` how long a rank may
     be busy in user code before it counts as lost.
     """
@@ -103,18 +104,19 @@ class Fabric:
 
     def _watched_group(
         self, name: str, members: tuple[int, ...]
-    ) -> tuple[dist.ProcessGroup, SharedTransport | None]:
+    ) -> tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]:
         """Connecting waits for every member: in a lane, so that one that never comes is named."""
         if self._watch is None:
             raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")
-        found: list[tuple[dist.ProcessGroup, SharedTransport | None]] = []
+        found: list[tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]] = []
         peers = tuple(r for r in members if r != self.rank)
         lane = Lane(f"creation of {name}", peers, self._watch, None)
         mark = Fingerprint("new_group", name, 0, torch.uint8)
 
         def make() -> None:
             group = self._new_group(name, members, "gloo")
-            found.append((group, self._memory.transport(name, group, members, members.index(self.rank))))
+            connect = partial(self._new_group, f"{name} between hosts", backend="gloo")
+            found.append((group, self._memory.transport(name, group, members, members.index(self.rank), connect)))
 
         try:
             lane.submit(mark, make).wait()
