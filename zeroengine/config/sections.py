@@ -142,6 +142,28 @@ class MeshSection(Section):
     ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
 
 
+SequenceAttention = Annotated[Literal["auto", "ulysses", "ring", "usp"], choice("auto", "ulysses", "ring", "usp")]
+SequencePlacement = Annotated[Literal["zigzag", "contiguous"], choice("zigzag", "contiguous")]
+
+
+class SequenceParallelSection(Section):
+    """How the `mesh.cp` ranks of a sequence attend to all of it."""
+
+    attention: SequenceAttention = key(
+        "auto",
+        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). auto: what the model was built with, else ulysses.",
+        ours=True,
+    )
+    ulysses: PositiveInteger | None = key(None, "Ranks that trade heads, with `usp`; the rest is the ring.", ours=True)
+    layout: SequencePlacement = key("zigzag", "Placement along a ring: zigzag (equal causal work) or contiguous.", ours=True)
+
+    @model_validator(mode="after")
+    def _degree_belongs_to_usp(self) -> SequenceParallelSection:
+        if (self.ulysses is not None) != (self.attention == "usp"):
+            raise ValueError('`ulysses` and `attention: "usp"` go together: usp splits `mesh.cp` into ulysses x ring')
+        return self
+
+
 class HealthSection(Section):
     """How long ranks wait for one another."""
 

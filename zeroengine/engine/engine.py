@@ -21,6 +21,7 @@ from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.parallel.hf import SharedSequences
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
@@ -47,6 +48,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         mechanism: Mechanism,
         lr_scheduler: Any,
         loader: EngineLoader | None,
+        sequences: SharedSequences | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -56,6 +58,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self.mechanism = mechanism
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = loader
+        self.sequences = sequences
         self.device = mesh.fabric.device
         self.global_steps = 0
         self.global_samples = 0
@@ -79,6 +82,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
+        if self.sequences is not None:
+            return self.sequences.run(self.module, args, kwargs)
         return self.module(*args, **kwargs)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -311,6 +316,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self._destroyed = True
         self._begin_hook.remove()
         self.mechanism.remove()
+        if self.sequences is not None:
+            self.sequences.remove(self.module)
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:

@@ -18,6 +18,7 @@ from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.parallel import share_sequences
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
@@ -83,7 +84,7 @@ def _initialize(
     training_data: Dataset[Any] | None, lr_scheduler: Any, collate_fn: Callable[..., Any] | None, settings: Config,
     mesh: Mesh, owns_mesh: bool,
 ) -> tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]:  # fmt: skip
-    batch = resolve_batch(settings, mesh.data_parallel_size)
+    batch = resolve_batch(settings, mesh.sample_groups)
     source: Any = optimizer
     if source is None and settings.optimizer is not None:
         source = optimizer_factory(settings.optimizer.type, settings.optimizer.params)
@@ -97,6 +98,7 @@ def _initialize(
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
     model.to(mesh.fabric.device)
+    sequences = share_sequences(model, settings, mesh)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None
@@ -110,10 +112,10 @@ def _initialize(
     loader = None
     if training_data is not None:
         loader = EngineLoader(
-            training_data, batch.micro, mesh.data_parallel_size, mesh.control.rank, collate_fn,
+            training_data, batch.micro, mesh.sample_groups, mesh.sample_group, collate_fn,
             settings.dataloader_drop_last, settings.seed or 0,
         )  # fmt: skip
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -130,17 +132,23 @@ def _mesh(settings: Config, device: torch.device) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
-    for name in ("pp", "cp", "tp", "ep"):
+    for name in ("pp", "tp", "ep"):
         if getattr(degrees, name) > 1:
-            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
+            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data and sequence parallel; set it to 1")
     if settings.tensor_parallel.autotp_size > 1:
-        raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
+        raise ConfigError("tensor_parallel.autotp_size: this engine is data and sequence parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
-        if fabric.world_size % shard:
-            raise ConfigError(f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job")
-        replicate = fabric.world_size // shard
-    return build_mesh(fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+        ranks = shard * degrees.cp * degrees.tp
+        if fabric.world_size % ranks:
+            raise ConfigError(
+                f"a shard group of {shard} ranks x mesh.cp {degrees.cp} x mesh.tp {degrees.tp} = {ranks} does not divide the "
+                f"{fabric.world_size} ranks of the job"
+            )
+        replicate = fabric.world_size // ranks
+    return build_mesh(
+        fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp
+    )
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
@@ -177,7 +185,7 @@ def _tell(engine: ZeroEngine) -> None:
         f"ZeRO stage {engine.zero_optimization_stage()} on {engine.mesh.data_parallel_size} ranks "
         f"({engine.mesh.shard_params.size} to a shard group), {engine.settings.dtype} weights, {total:,} parameters "
         f"({trainable:,} trainable) in {len(engine.mechanism.buckets)} buckets; a rank holds {sizes}; batch "
-        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.data_parallel_size}"
+        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.sample_groups}"
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
