@@ -81,8 +81,8 @@ class Mesh:
 
     Gathering and reducing have separate streams over the same ranks, so that they need no common order.
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
-    always over CPU tensors. `tensor` joins the ranks that share each layer, `same_sample` those that share layers or a
-    sequence and must be given the same batch, over CPU tensors.
+    always over CPU tensors. `tensor` joins the ranks that share each layer (`tensor_control` over CPU tensors),
+    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors.
     """
 
     degrees: Degrees
@@ -94,6 +94,7 @@ class Mesh:
     replicate_grads: AnyCommunicator
     control: AnyCommunicator
     tensor: AnyCommunicator
+    tensor_control: AnyCommunicator
     same_sample: AnyCommunicator
 
     def coordinate(self, dim: str) -> int:
@@ -142,5 +143,6 @@ def build_mesh(
         replicate_grads=fabric.communicator("replicas", degrees.ranks_along(fabric.rank, ("dp_replicate",))),
         control=fabric.communicator("control", degrees.ranks_along(fabric.rank, DATA_DIMS), control=True),
         tensor=fabric.communicator("tensor", degrees.ranks_along(fabric.rank, ("tp",))),
+        tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
         same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
     )

@@ -34,7 +34,8 @@ def build(kind: str) -> nn.Module:
         )
     elif kind == "gpt2":
         model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+            hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
+                          attn_pdrop=0.0)  # fmt: skip
         )
     elif kind == "opt":
         model = hf.OPTForCausalLM(

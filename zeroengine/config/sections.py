@@ -151,7 +151,7 @@ class SequenceParallelSection(Section):
 
     attention: SequenceAttention = key(
         "auto",
-        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). auto: what the model was built with, else ulysses.",
+        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). auto: what the model is built with, or ulysses.",
         ours=True,
     )
     ulysses: PositiveInteger | None = key(None, "Ranks that trade heads, with `usp`; the rest is the ring.", ours=True)
@@ -190,6 +190,9 @@ class TensorParallelSection(Section):
     """DeepSpeed's way to write `mesh.tp`."""
 
     autotp_size: Count = key(0, "Tensor-parallel degree; 0 and 1 are off. The same as `mesh.tp`.")
+    sequence_parallel: Flag = key(
+        False, "Split activations between the layers along the sequence as well (Megatron-SP).", ours=True
+    )
     tp_overlap_comm: Flag = ignored(False, "Overlap tensor-parallel communication.", "affects speed only")
     dtype: DtypeName | None = ignored(None, "Type of the weights.", "the type follows from `fp16` or `bf16`")
     tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")

@@ -22,6 +22,7 @@ from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import tensor_shard
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes
@@ -40,12 +41,14 @@ def model_pieces(module: nn.Module, mechanism: Mechanism, exclude_frozen: bool) 
         for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
             spec = bucket.layout.specs[s.index]
             data = bucket.shard[s.at : s.at + s.end - s.start]
-            found.setdefault(f"model.{spec.name}", []).append(Piece(spec.name, spec.shape, s.start, data))
+            found.setdefault(f"model.{spec.name}", []).append(
+                Piece(spec.name, spec.shape, s.start, data, tensor_shard(bucket.params[s.index]))
+            )
         for spec in bucket.layout.specs:
             found.setdefault(f"model.{spec.name}", [])
     for name, p in module.named_parameters():
         if slot_of(p) is None and p.numel() and not (exclude_frozen and not p.requires_grad):
-            found[f"model.{name}"] = [Piece(name, p.shape, 0, p.data.view(-1))]
+            found[f"model.{name}"] = [Piece(name, p.shape, 0, p.data.view(-1), tensor_shard(p))]
     for name, b in _persistent_buffers(module):
         if b.numel() and b.is_contiguous():
             found[f"model.{name}"] = [Piece(name, b.shape, 0, b.view(-1))]
@@ -75,7 +78,9 @@ def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
             if value.dim() == 0:
                 found.setdefault(name, [Piece(piece.name, torch.Size([]), 0, value.view(1))])
             else:
-                found.setdefault(name, []).append(Piece(piece.name, piece.shape, piece.start, value.view(-1)))
+                found.setdefault(name, []).append(
+                    Piece(piece.name, piece.shape, piece.start, value.view(-1), piece.part)
+                )
     return found
 
 

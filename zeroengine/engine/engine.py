@@ -22,6 +22,8 @@ from zeroengine.logging import log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
 from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.same import check_same_batch
+from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
@@ -49,6 +51,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         lr_scheduler: Any,
         loader: EngineLoader | None,
         sequences: SharedSequences | None = None,
+        layers: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -59,6 +62,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = loader
         self.sequences = sequences
+        self.layers = layers
         self.device = mesh.fabric.device
         self.global_steps = 0
         self.global_samples = 0
@@ -84,6 +88,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         if self.sequences is not None:
             return self.sequences.run(self.module, args, kwargs)
+        check_same_batch((args, kwargs), self.mesh.same_sample)
         return self.module(*args, **kwargs)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -318,6 +323,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self.mechanism.remove()
         if self.sequences is not None:
             self.sequences.remove(self.module)
+        if self.layers is not None:
+            self.layers.remove(self.module)
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:

@@ -18,7 +18,7 @@ from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
-from zeroengine.engine.parallel import share_sequences
+from zeroengine.engine.parallel import share_layers, share_sequences
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
@@ -98,13 +98,14 @@ def _initialize(
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
     model.to(mesh.fabric.device)
+    layers = share_layers(model, settings, mesh)
     sequences = share_sequences(model, settings, mesh)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None
     if source is not None:
         try:
-            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings, mesh.tensor_control)
         except Exception:
             mechanism.remove()  # a model that is refused is left as it was, and can be given again
             raise
@@ -115,7 +116,7 @@ def _initialize(
             training_data, batch.micro, mesh.sample_groups, mesh.sample_group, collate_fn,
             settings.dataloader_drop_last, settings.seed or 0,
         )  # fmt: skip
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences)
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -132,11 +133,11 @@ def _mesh(settings: Config, device: torch.device) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
-    for name in ("pp", "tp", "ep"):
+    for name in ("pp", "ep"):
         if getattr(degrees, name) > 1:
-            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data and sequence parallel; set it to 1")
-    if settings.tensor_parallel.autotp_size > 1:
-        raise ConfigError("tensor_parallel.autotp_size: this engine is data and sequence parallel; set it to 1")
+            raise ConfigError(
+                f"mesh.{name} is {getattr(degrees, name)}: this engine is data, tensor and sequence parallel; set it to 1"
+            )
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
         ranks = shard * degrees.cp * degrees.tp

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.optimizer import ZeroOptimizer
@@ -100,9 +101,11 @@ def build_scaler(config: Config) -> LossScaler:
 
 
 def attach_optimizer(
-    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
-) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups."""
+    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
+    tensor: Communicator | None = None,
+) -> ZeroOptimizer:  # fmt: skip
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`:
+    control over the ranks that share layers."""
     own = source if isinstance(source, torch.optim.Optimizer) else None
     sharded = any(g.bucket.policy.shard_state for g in mechanism.gradients)
     elementwise = is_elementwise(type(own)) if own is not None else getattr(source, "elementwise", None)
@@ -124,6 +127,6 @@ def attach_optimizer(
     mesh = mechanism.groups
     mechanism.optimizer = ZeroOptimizer(
         inner, masters, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS,
+        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, tensor,
     )  # fmt: skip
     return mechanism.optimizer

@@ -15,6 +15,7 @@ from zeroengine.zero.residency import slot_of
 if TYPE_CHECKING:
     from zeroengine.engine.mechanism import Mechanism
     from zeroengine.mesh import Mesh
+    from zeroengine.parallel.tensor import TensorParallel
 
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
@@ -43,6 +44,7 @@ class WeightMethods:
     module: nn.Module
     mechanism: Mechanism
     mesh: Mesh
+    layers: TensorParallel | None
 
     def full_state_dict(
         self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
@@ -54,6 +56,8 @@ class WeightMethods:
         by_name = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
             p = by_name[name]
+            if self.layers is not None:
+                value = self.layers.whole(p, value, name)
             if keep and not (exclude_frozen_parameters and not p.requires_grad):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 values[id(p)] = value.detach().to(device="cpu", dtype=cast, copy=True)

@@ -52,6 +52,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scaler: LossScaler,
         max_norm: float,
         max_skips: int,
+        tensor: Communicator | None = None,
     ) -> None:
         # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
         self.optimizer = inner
@@ -65,6 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._control = control
         self._shard_ranks = shard_ranks
         self._max_skips = max_skips
+        self._tensor = tensor
         self._skipped_in_a_row = 0
         sharder.on_edit = self._follow_edit
         self._optimizer_step_pre_hooks: Any = {}
@@ -125,7 +127,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         used = self.reducer.finish()
         self._sharder.end_backward()
         gradients = self.reducer.gradients
-        norm = global_norm(gradients, self._shard_ranks, self._control)
+        norm = global_norm(gradients, self._shard_ranks, self._control, self._tensor)
         finite = math.isfinite(norm)
         clipped = False
         if finite:

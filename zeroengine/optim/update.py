@@ -18,6 +18,7 @@ from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import tensor_shard
 
 _CUT_RANKS = 64
 
@@ -105,9 +106,10 @@ class FlatMaster:
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """Every part as a `Piece` of its parameter's master values."""
-        for parts in self.parts.values():
+        for index, parts in self.parts.items():
+            shard = tensor_shard(self.bucket.params[index])
             for part in parts:
-                yield part.view, Piece(part.name, part.shape, part.start, part.view.data.view(-1))
+                yield part.view, Piece(part.name, part.shape, part.start, part.view.data.view(-1), shard)
 
 
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool | None:

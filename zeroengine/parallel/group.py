@@ -52,8 +52,8 @@ class SequenceGroup:
         """
         if dropout and self.ring.size > 1:
             raise ConfigError(
-                f"{subject}: attention dropout {dropout} with a ring of {self.ring.size}; set the model's attention dropout to 0, "
-                "or use Ulysses alone (sequence_parallel.attention \"ulysses\")"
+                f"{subject}: attention dropout {dropout} with a ring of {self.ring.size}; set the model's attention dropout to "
+                "0, or use Ulysses alone (sequence_parallel.attention \"ulysses\")"
             )
 
         def local(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

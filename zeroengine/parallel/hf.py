@@ -116,7 +116,9 @@ class SharedSequences:
         if logits is None or logits.dim() != 3:
             raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
         if getattr(output, "aux_loss", None) is not None:
-            raise ModelError("the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False")
+            raise ModelError(
+                "the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False"
+            )
         count = (targets != IGNORED).sum()
         output["loss"] = mean_over_ranks(token_sum(logits, targets), count, self._ranks, self._factor)
         return output

@@ -77,19 +77,21 @@ def attention_forward(
     link: SequenceLink | None = getattr(module, _ATTRIBUTE, None)
     if link is None:
         raise ModelError(
-            f"{who}: attn_implementation zero_* needs zeroengine.initialize with `mesh.cp` in the config, which tells the model its "
-            'ranks; use "sdpa" outside the engine'
+            f"{who}: attn_implementation zero_* needs zeroengine.initialize with `mesh.cp` in the config, which tells the model "
+            'its ranks; use "sdpa" outside the engine'
         )
     if link.batch is None:
         raise ModelError(f"{who} was called outside the engine's forward; call the engine, not its module")
     asked = [name for name in _REFUSED if kwargs.get(name) is not None]
     if asked:
-        raise ModelError(f"{who} asks for {', '.join(asked)}, which attention over a shared sequence does not compute; set mesh.cp to 1")
+        raise ModelError(
+            f"{who} asks for {', '.join(asked)}, which attention over a shared sequence does not compute; set mesh.cp to 1"
+        )
     local = link.batch.layout.local
     if query.shape[2] != local or key.shape[2] != local:
         raise ModelError(
-            f"{who}: {query.shape[2]} query and {key.shape[2]} key tokens where this rank holds {local}: cross attention and caches "
-            "cannot run over a shared sequence; set mesh.cp to 1"
+            f"{who}: {query.shape[2]} query and {key.shape[2]} key tokens where this rank holds {local}: cross attention and "
+            "caches cannot run over a shared sequence; set mesh.cp to 1"
         )
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if causal is None else causal)

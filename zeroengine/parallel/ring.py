@@ -2,8 +2,8 @@
 
 Keys and values travel once around the ring while each rank computes the block it has at hand. Partial results are
 merged by their log-sum-exp in the wide type (fp32); in backward keys and values travel again, together with the
-accumulators of dK and dV in the wide type. With N ranks and a shard of M bytes of K and V together, a rank sends (N-1) M in forward
-and, in backward, (N-1) M and N times the accumulators.
+accumulators of dK and dV in the wide type. With N ranks and a shard of M bytes of K and V together, a rank sends (N-1) M in
+forward and, in backward, (N-1) M and N times the accumulators.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         kernel: Kernel = ctx.kernel
@@ -172,8 +172,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float | None = No
     held = sum(s.length for s in ring.layout.spans(ring.comm.rank))
     if q.shape[2] != held or k.shape[2] != held or v.shape[2] != held:
         raise ValueError(
-            f"{ring.subject}: queries of {q.shape[2]}, keys of {k.shape[2]} and values of {v.shape[2]} tokens; with {ring.layout} "
-            f"ring member {ring.comm.rank} holds {held}"
+            f"{ring.subject}: queries of {q.shape[2]}, keys of {k.shape[2]} and values of {v.shape[2]} tokens; with "
+            f"{ring.layout} ring member {ring.comm.rank} holds {held}"
         )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(f"{ring.subject}: {q.shape[1]} query heads over {k.shape[1]} key and {v.shape[1]} value heads")

@@ -37,8 +37,8 @@ def check_same_batch(batch: Any, ranks: Communicator) -> None:
     odd = [ranks.ranks[i] for i, row in enumerate(rows) if row != rows[0]]
     if odd:
         raise DivergenceError(
-            f"rank {ranks.ranks[ranks.rank]}: ranks {list(ranks.ranks)} share layers or a sequence and must be given the same batch, but "
-            f"that of ranks {odd} differs from that of rank {ranks.ranks[0]}; shard the data by mesh.sample_group of "
+            f"rank {ranks.ranks[ranks.rank]}: ranks {list(ranks.ranks)} share layers or a sequence and must be given the same "
+            f"batch, but that of ranks {odd} differs from that of rank {ranks.ranks[0]}; shard the data by mesh.sample_group of "
             "mesh.sample_groups, or wrap the loader in zeroengine.parallel.same.SameBatches"
         )
 

@@ -66,7 +66,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(flat, comm, sends, receives, subject)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         back = _exchange(grad.contiguous(), ctx.comm, ctx.receives, ctx.sends, f"{ctx.subject}: gradients")
         return back, None, None, None, None
 
@@ -80,7 +80,9 @@ def _exchange(flat: Tensor, comm: Communicator, sends: list[int], receives: list
     return out
 
 
-def _trade(blocks: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], comm: Communicator, subject: str) -> list[list[Tensor]]:
+def _trade(
+    blocks: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], comm: Communicator, subject: str
+) -> list[list[Tensor]]:
     """Sends the tensors `blocks[j]` to rank j; returns what each rank i sent, of `shapes[i]`. Differentiable."""
     flat = torch.cat([t.reshape(-1) for block in blocks for t in block])
     sends = [sum(t.numel() for t in block) for block in blocks]

@@ -17,8 +17,8 @@ class DistributedAttention(nn.Module):
     """Runs `local_attention` on this rank's heads of the whole sequence.
 
     `local_attention(query, key, value, *args, **kwargs)` sees the given order of dimensions, with the whole sequence and this
-    rank's heads, and returns the same shape as `query` (it may have another last dimension). `group`: a `Communicator` of the ranks that
-    share the sequence. `scatter_idx` is the dimension of the heads, `gather_idx` that of the sequence: [sequence, batch,
+    rank's heads, and returns the shape of `query` (the last dimension may differ). `group`: a `Communicator` of the ranks
+    that share the sequence. `scatter_idx` is the dimension of the heads, `gather_idx` that of the sequence: [sequence, batch,
     heads, D] by default, [batch, sequence, heads, D] with gather_idx=1, [batch, heads, sequence, D] with 1 and 2.
     Key and value may have fewer heads than the query (GQA, MQA), also fewer than there are ranks; no number needs to divide.
     """

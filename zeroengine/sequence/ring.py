@@ -34,4 +34,5 @@ def ring_attention(
     """
     if layout is None:
         layout = SequenceLayout(query.shape[2] * group.size, ring=group.size)
-    return attend(query, key, value, Ring(group, layout, AttentionMask(causal, window, documents).over(layout), "ring_attention"), scale)
+    mask = AttentionMask(causal, window, documents).over(layout)
+    return attend(query, key, value, Ring(group, layout, mask, "ring_attention"), scale)

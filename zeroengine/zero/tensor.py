@@ -1,0 +1,62 @@
+"""Which part of a parameter a rank of a tensor group holds. The mechanism shards that part like any parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ATTRIBUTE = "_zero_tensor"
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """Part `rank` of `size` along `dim`; with `sections` (a fused q, k, v) that part of each of them."""
+
+    dim: int
+    size: int
+    rank: int
+    sections: int = 1
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part, contiguous."""
+        parts = [s.chunk(self.size, self.dim)[self.rank] for s in whole.chunk(self.sections, self.dim)]
+        return torch.cat(parts, self.dim).contiguous()
+
+    def whole_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Shape of the whole of which a part has `shape`."""
+        return torch.Size([n * self.size if d == self.dim else n for d, n in enumerate(shape)])
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole out of all ranks' parts."""
+        cut = [p.chunk(self.sections, self.dim) for p in parts]
+        return torch.cat([p[s] for s in range(self.sections) for p in cut], self.dim)
+
+
+def mark_tensor_shard(param: Tensor, shard: TensorShard | None) -> None:
+    if shard is not None:
+        setattr(param, _ATTRIBUTE, shard)
+    elif hasattr(param, _ATTRIBUTE):
+        delattr(param, _ATTRIBUTE)
+
+
+def tensor_shard(param: Tensor) -> TensorShard | None:
+    """None for a parameter that the ranks of a tensor group hold whole, and equal."""
+    return getattr(param, _ATTRIBUTE, None)
+
+
+def place(
+    shard: TensorShard, shape: Sequence[int], offsets: Sequence[int], box: Tensor
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Where a box at `offsets` of a part of `shape` lies in the whole: (offsets in the whole, the box or a part of it)."""
+    part = shape[shard.dim] // shard.sections  # of one section
+    at, end = offsets[shard.dim], offsets[shard.dim] + box.shape[shard.dim]
+    while at < end:
+        section, inside = divmod(at, part)
+        stop = min(end, (section + 1) * part)
+        start = section * part * shard.size + shard.rank * part + inside
+        whole = (*offsets[: shard.dim], start, *offsets[shard.dim + 1 :])
+        yield whole, box.narrow(shard.dim, at - offsets[shard.dim], stop - at)
+        at = stop
