@@ -27,7 +27,7 @@ def share_sequences(model: nn.Module, settings: Config, mesh: Mesh) -> SharedSeq
     if not is_transformers_model(model):
         raise ModelError(
             f"mesh.cp is {cp}: {type(model).__name__} is no transformers model, whose attention could run over "
-            "a shared sequence; set mesh.cp to 1, or use zeroengine.sequence (DistributedAttention, ring_attention) inside the model"
+            "a shared sequence; set mesh.cp to 1, or use zeroengine.sequence (DistributedAttention, ring_attention) in the model"
         )
     register()
     name = f"zero_{section.attention}" if section.attention != "auto" else built or "zero_ulysses"
