@@ -6,6 +6,7 @@ placement of the running batch on the attention module itself (`connect`), so th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,13 @@ class SequenceLink:
     group: SequenceGroup
     batch: RunningBatch | None = None
     calls: int = 0
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _unlinked, ()  # a copy of the model belongs to no engine
+
+
+def _unlinked() -> None:
+    return None
 
 
 def register() -> None:

@@ -36,6 +36,9 @@ class _Link:
         self.gathers = False
         self.rows: slice | None = None
 
+    def __deepcopy__(self, memo: Any) -> _Link:
+        return self  # a copy of the model has the same parts on the same ranks
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight = weight.T if self.transposed else weight
         if self.rows is not None:
