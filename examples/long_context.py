@@ -82,7 +82,7 @@ def main() -> None:
         engine.backward(loss)
         engine.step()
         if engine.mesh.rank == 0:
-            sys.stdout.write(f"step {step + 1}: loss {float(loss):.4f}\n")
+            sys.stdout.write(f"step {step + 1}: loss {float(loss.detach()):.4f}\n")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     mine = -(-args.tokens // ranks)
     sys.stdout.write(f"rank {engine.mesh.rank}: {mine} of {args.tokens} tokens, largest memory {peak:.0f} MiB\n")

@@ -19,6 +19,8 @@ def build(kind: str) -> nn.Module:
     ffn, heads = {"intermediate_size": 48}, {"num_attention_heads": 4}
     if kind == "llama":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **ffn, num_attention_heads=8, num_key_value_heads=2))
+    elif kind == "mqa":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **ffn, **heads, num_key_value_heads=1))
     elif kind == "qwen":
         model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL, **ffn, **heads, num_key_value_heads=2, tie_word_embeddings=True))
     elif kind == "mistral":

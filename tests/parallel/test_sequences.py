@@ -41,9 +41,17 @@ def test_windows_padding_and_both_directions() -> None:
     ])  # fmt: skip
 
 
-def test_four_ranks_ulysses_times_ring_and_data_parallel() -> None:
-    check(4, [("llama", sequence("usp", 4, 1, ulysses=2)), ("qwen", sequence("usp", 4, 3, ulysses=2))])
-    check(4, [("llama", sequence("ring", 2, 3)), ("gpt2", sequence("ulysses", 2, 1))], groups=2)
+@pytest.mark.parametrize(
+    ("run", "groups"),
+    [
+        (("qwen", sequence("usp", 4, 3, ulysses=2)), 1),
+        (("llama", sequence("usp", 4, 1, ulysses=2)), 1),
+        (("llama", sequence("ring", 2, 3)), 2),
+        (("gpt2", sequence("ulysses", 2, 1)), 2),
+    ],
+)
+def test_four_ranks_ulysses_times_ring_and_data_parallel(run: tuple[str, dict[str, Any]], groups: int) -> None:
+    check(4, [run], groups)
 
 
 def _built_in(rank: int, world: int) -> list[float]:

@@ -42,15 +42,25 @@ def test_two_ranks_share_layers() -> None:
     ])  # fmt: skip
 
 
+def test_fewer_key_heads_than_ranks() -> None:
+    check(2, [("mqa", tensor(2, 3))])
+
+
 def test_two_ranks_with_a_split_sequence() -> None:
     check(2, [("llama", tensor(2, 1, True)), ("qwen", tensor(2, 3, True)), ("gpt2", tensor(2, 3, True))])
 
 
-def test_four_ranks() -> None:
-    """Fewer key heads than ranks; layers and data; layers and sequences."""
-    both = settings(1, mesh={"tp": 2, "cp": 2}, sequence_parallel={"attention": "ring"})
-    check(4, [("llama", tensor(4, 1)), ("llama", both)])
-    check(4, [("qwen", tensor(2, 3))], groups=2)
+@pytest.mark.parametrize(
+    ("run", "groups"),
+    [
+        (("llama", settings(1, mesh={"tp": 2, "cp": 2}, sequence_parallel={"attention": "ring"})), 1),
+        (("llama", tensor(4, 1)), 1),
+        (("qwen", tensor(2, 3)), 2),
+    ],
+    ids=["layers and sequences", "fewer key heads than ranks", "layers and data"],
+)
+def test_four_ranks(run: tuple[str, dict[str, Any]], groups: int) -> None:
+    check(4, [run], groups)
 
 
 # --- replicated parameters, initial values, checkpoints, bytes ----------------------------------------------------------
