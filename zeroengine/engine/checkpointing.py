@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.checkpoint import find_checkpoint, load, save
+from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.schedules import apply_last_rates
+from zeroengine.optim.state import restore_state, state_pieces
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
-from zeroengine.zero.tensor import tensor_shard
 
 if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes
+    from zeroengine.config import BatchSizes, Config
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
 
@@ -41,14 +44,12 @@ def model_pieces(module: nn.Module, mechanism: Mechanism, exclude_frozen: bool) 
         for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
             spec = bucket.layout.specs[s.index]
             data = bucket.shard[s.at : s.at + s.end - s.start]
-            found.setdefault(f"model.{spec.name}", []).append(
-                Piece(spec.name, spec.shape, s.start, data, tensor_shard(bucket.params[s.index]))
-            )
+            found.setdefault(f"model.{spec.name}", []).append(Piece(spec.name, spec.shape, s.start, data))
         for spec in bucket.layout.specs:
             found.setdefault(f"model.{spec.name}", [])
     for name, p in module.named_parameters():
         if slot_of(p) is None and p.numel() and not (exclude_frozen and not p.requires_grad):
-            found[f"model.{name}"] = [Piece(name, p.shape, 0, p.data.view(-1), tensor_shard(p))]
+            found[f"model.{name}"] = [Piece(name, p.shape, 0, p.data.view(-1))]
     for name, b in _persistent_buffers(module):
         if b.numel() and b.is_contiguous():
             found[f"model.{name}"] = [Piece(name, b.shape, 0, b.view(-1))]
@@ -68,48 +69,15 @@ def master_pieces(optimizer: ZeroOptimizer) -> Pieces:
 
 
 def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
-    """This rank's parts of the optimizer's tensors; 0-d tensors (step counts) are the same wherever a parameter is."""
-    found: Pieces = {}
-    for view, piece in optimizer.pieces():
-        for key, value in optimizer.state.get(view, {}).items():
-            if not isinstance(value, Tensor):
-                continue
-            name = f"optim.{piece.name}.{key}"
-            if value.dim() == 0:
-                found.setdefault(name, [Piece(piece.name, torch.Size([]), 0, value.view(1))])
-            else:
-                found.setdefault(name, []).append(
-                    Piece(piece.name, piece.shape, piece.start, value.view(-1), piece.part)
-                )
-    return found
-
-
-def make_state(optimizer: ZeroOptimizer) -> None:
-    """Lets the torch optimizer create its state, by a step that changes nothing: no gradient, learning rate or decay."""
-    inner = optimizer.optimizer
-    if inner.state:
-        return
-    kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
-    try:
-        for group in inner.param_groups:
-            for key in ("lr", "weight_decay"):
-                if key in group:
-                    group[key] = 0.0
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        with torch.no_grad():
-            inner.step()
-    finally:
-        for group, values in zip(inner.param_groups, kept, strict=True):
-            group.update(values)
-            for p in group["params"]:
-                p.grad = None
+    """This rank's parts of what the torch optimizer keeps; see `state_pieces`."""
+    return state_pieces(optimizer.optimizer, optimizer.held())
 
 
 class CheckpointMethods:
     """Methods of `ZeroEngine` that save and load everything a run needs."""
 
     module: nn.Module
+    settings: Config
     mechanism: Mechanism
     mesh: Mesh
     batch: BatchSizes
@@ -118,6 +86,7 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     micro_steps: int
+    _data: Iterator[Any] | None
 
     def save_checkpoint(
         self,
@@ -135,11 +104,12 @@ class CheckpointMethods:
         optimizer = self.mechanism.optimizer
         pieces = model_pieces(self.module, self.mechanism, exclude_frozen_parameters)
         if optimizer is not None:
+            optimizer.follow_edits()
             pieces.update(master_pieces(optimizer))
             pieces.update(optimizer_pieces(optimizer))
         save(
-            Path(save_dir) / (tag or f"global_step{self.global_steps}"),
-            pieces,
+            Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}"),
+            self._pieces_to_save(place_parts(pieces, self.module)),
             {**self._counters(), "client_state": dict(client_state or {})},
             {"random": random_states()},
             process_group=None,
@@ -148,6 +118,20 @@ class CheckpointMethods:
             latest=save_latest,
         )
         return True
+
+    def _agreed_tag(self, tag: str) -> str:
+        """The name under which all ranks save. Unlike ones are treated as `checkpoint.tag_validation` says; unless that is an
+        error, rank 0's counts. Collective."""
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        tags = Ranks(None, rank, world).phase("agreeing on the checkpoint's tag", lambda: tag)
+        if len(set(tags)) > 1:
+            told = ", ".join(f"rank {r}: {t}" for r, t in enumerate(tags))
+            wanted = self.settings.checkpoint.tag_validation
+            if wanted == "Fail":
+                raise CheckpointError(f"the ranks save under different tags ({told}); give the same tag on every rank")
+            if wanted == "Warn":
+                log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
+        return tags[0]
 
     def load_checkpoint(
         self,
@@ -169,7 +153,7 @@ class CheckpointMethods:
             return None, {}
         optimizer = None if load_module_only else self.mechanism.optimizer
         with_state = optimizer is not None and load_optimizer_states
-        pieces = model_pieces(self.module, self.mechanism, exclude_frozen=False)
+        pieces = place_parts(model_pieces(self.module, self.mechanism, exclude_frozen=False), self.module)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         where: dict[str, Any] = {"process_group": None, "rank": rank, "world": world}
@@ -190,28 +174,44 @@ class CheckpointMethods:
         return str(found), dict(loaded.replicated.get("client_state", {}))
 
     def _load_optimizer(self, found: Path, optimizer: ZeroOptimizer, where: dict[str, Any]) -> None:
-        masters = load(found, master_pieces(optimizer), strict=False, only=["master."], verify=False, **where)
-        if masters.missing and len(masters.missing) < len(master_pieces(optimizer)):
+        wanted = place_parts(master_pieces(optimizer), self.module)
+        masters = load(found, wanted, strict=False, only=["master."], verify=False, **where)
+        if masters.missing and len(masters.missing) < len(wanted):
             raise CheckpointError(
                 f"{found} lacks the masters of {', '.join(masters.missing[:5])}; load with load_module_only=True"
             )
-        make_state(optimizer)
-        wanted = optimizer_pieces(optimizer)
+        optimizer.make_state()
+        wanted = place_parts(optimizer_pieces(optimizer), self.module)
         state = load(found, wanted, strict=False, only=["optim."], verify=False, **where)
-        if wanted and all(key in state.missing for key in wanted):
+        without = self._without_state(found, wanted, set(state.missing))
+        restore_state(optimizer.optimizer, optimizer.held(), wanted, without)
+
+    def _without_state(self, found: Path, wanted: Pieces, missing: set[str]) -> set[str]:
+        """Parameters that had no gradient before the save: they have no state there, and must have none here. Raises
+        `CheckpointError` on all ranks if the checkpoint is another optimizer's. Collective."""
+        lacks: dict[str, list[bool]] = {}
+        for key in wanted:
+            lacks.setdefault(key.removeprefix("optim.").rpartition(".")[0], []).append(key in missing)
+        without = {name for name, absent in lacks.items() if all(absent)}
+        partly = sorted(name for name, absent in lacks.items() if any(absent) and not all(absent))
+        facts = torch.tensor([len(lacks), len(without), len(partly)])
+        every, empty, odd = self.mesh.control.exchange(facts, "optimizer state found").sum(0).tolist()
+        if every and empty == every:
             raise CheckpointError(
                 f"{found} has no optimizer state for these parameters; load it with load_optimizer_states=False to train on from "
                 "its weights"
             )
-        # Parameters that had no gradient before the save have no state there, and must have none here.
-        without = {key.removeprefix("optim.").rpartition(".")[0] for key in state.missing}
-        for view, piece in optimizer.pieces():
-            if piece.name in without:
-                optimizer.state.pop(view, None)
-                continue
-            for key, value in optimizer.state.get(view, {}).items():  # several parts of one parameter count the same steps
-                if isinstance(value, Tensor) and value.dim() == 0:
-                    value.copy_(wanted[f"optim.{piece.name}.{key}"][0].data[0])
+        if odd:
+            example = f", for example '{partly[0]}'" if partly else ""
+            raise CheckpointError(
+                f"{found} has only a part of what this optimizer keeps for {odd} parameters{example}: it was saved with other "
+                "optimizer options; load it with load_optimizer_states=False, or train with the optimizer it was saved with"
+            )
+        return without
+
+    def _pieces_to_save(self, pieces: Pieces) -> Pieces:
+        """What this rank saves of what it holds."""
+        return pieces
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer
@@ -225,7 +225,7 @@ class CheckpointMethods:
             "loss_scaler": {} if optimizer is None else optimizer.scaler.state_dict(),
             "scheduler": scheduler,
             "param_groups": groups,
-            "epoch": None if self.training_dataloader is None else self.training_dataloader.epoch,
+            "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
         }
 
     def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool, module_only: bool) -> None:
@@ -244,8 +244,11 @@ class CheckpointMethods:
                 log_rank0("the checkpoint has another number of parameter groups; learning rates stay as configured", 30)
         if with_scheduler and values["scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(values["scheduler"])
-        if values["epoch"] is not None and self.training_dataloader is not None:
-            self.training_dataloader.epoch = values["epoch"]
+            if not with_state:
+                apply_last_rates(self.lr_scheduler)
+        if values["data"] is not None and self.training_dataloader is not None:
+            self.training_dataloader.load_state_dict(values["data"])
+            self._data = None  # `train_batch` goes on from there too
 
 
 def random_states() -> dict[str, Any]:

@@ -15,17 +15,20 @@ from torch.utils.data import Dataset
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
-from zeroengine.engine.data import EngineLoader
+from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
-from zeroengine.engine.parallel import share_layers, share_sequences
+from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
+from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
+from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.held import to_device
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -74,8 +77,14 @@ def initialize(
     init_distributed(distributed_port=distributed_port)
     device = local_device()
     _check_places(settings, device)
+    _check_folders(settings)
     owns_mesh = mesh is None
-    mesh = mesh if mesh is not None else _mesh(settings, device)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    mesh = mesh if mesh is not None else _mesh(settings, device, stages)
+    if isinstance(model, PipelineModule):
+        return initialize_pipeline(
+            model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
+        )
     return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
 
 
@@ -87,7 +96,7 @@ def _initialize(
     batch = resolve_batch(settings, mesh.sample_groups)
     source: Any = optimizer
     if source is None and settings.optimizer is not None:
-        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params)
+        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, model)
     if isinstance(source, torch.optim.Optimizer):
         groups = source.param_groups
     else:
@@ -97,25 +106,24 @@ def _initialize(
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
-    model.to(mesh.fabric.device)
-    layers = share_layers(model, settings, mesh)
-    sequences = share_sequences(model, settings, mesh)
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_mechanism(model, settings, members, trains=source is not None)
+    check_plain(model)
+    to_device(model, mesh.fabric.device)
+    layers, sequences = share_layers(model, settings, mesh), None
     zero_optimizer = None
-    if source is not None:
-        try:
-            zero_optimizer = attach_optimizer(mechanism, source, groups, settings, mesh.tensor_control)
-        except Exception:
-            mechanism.remove()  # a model that is refused is left as it was, and can be given again
-            raise
+    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
+    try:
+        sequences = share_sequences(model, settings, mesh)
+        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        if source is not None:
+            tensor = mesh.tensor_control if layers is not None else None
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
+    except Exception:
+        for shared in (sequences, layers):
+            if shared is not None:
+                shared.remove(model)
+        raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
-    loader = None
-    if training_data is not None:
-        loader = EngineLoader(
-            training_data, batch.micro, mesh.sample_groups, mesh.sample_group, collate_fn,
-            settings.dataloader_drop_last, settings.seed or 0,
-        )  # fmt: skip
+    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
@@ -129,26 +137,32 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     return given[0]
 
 
-def _mesh(settings: Config, device: torch.device) -> Mesh:
+def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
-    for name in ("pp", "ep"):
-        if getattr(degrees, name) > 1:
-            raise ConfigError(
-                f"mesh.{name} is {getattr(degrees, name)}: this engine is data, tensor and sequence parallel; set it to 1"
-            )
+    if degrees.pp not in (1, stages):
+        raise ConfigError(
+            f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
+            "zeroengine.pipe.PipelineModule with num_stages of the same number"
+        )
+    if stages > 1 and degrees.cp * degrees.tp > 1:
+        raise ConfigError(
+            f"mesh.cp {degrees.cp} and mesh.tp {degrees.tp} with {stages} pipeline stages: layers of a stage and their sequences "
+            "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
+        )
+    if degrees.ep > 1:
+        raise ConfigError(f"mesh.ep is {degrees.ep}: this engine is data, tensor, sequence and pipeline parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
-        ranks = shard * degrees.cp * degrees.tp
+        ranks = shard * stages * degrees.cp * degrees.tp
         if fabric.world_size % ranks:
-            raise ConfigError(
-                f"a shard group of {shard} ranks x mesh.cp {degrees.cp} x mesh.tp {degrees.tp} = {ranks} does not divide the "
-                f"{fabric.world_size} ranks of the job"
-            )
+            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
         replicate = fabric.world_size // ranks
     return build_mesh(
-        fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp
+        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp
     )
 
 
@@ -163,6 +177,17 @@ def _check_places(settings: Config, device: torch.device) -> None:
         raise ConfigError(
             f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
             "remove the section"
+        )
+
+
+def _check_folders(settings: Config) -> None:
+    """A checkpoint is one folder that all ranks see. On one host the node's own storage is such a place."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    if settings.checkpoint.use_node_local_storage and local < world:
+        raise ConfigError(
+            f"checkpoint.use_node_local_storage is true, and the {world} ranks of this job run on several hosts ({local} here): "
+            "a checkpoint is written to one folder that all hosts see; remove the key and save to a shared file system"
         )
 
 

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
+from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
-from zeroengine.optim.update import FlatMaster, check_optimizer, is_elementwise, shard_groups
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
-from zeroengine.zero.sharder import Sharder
+from zeroengine.zero.sharder import Sharder, gather_units
 from zeroengine.zero.window import GatherWindow
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,7 +35,7 @@ class Mechanism:
     buckets: list[Bucket]
     sharder: Sharder
     reducer: Reducer
-    pool: BufferPool
+    pools: tuple[BufferPool, ...]
     gradients: list[BucketGradients]
     groups: Groups
     masters: dict[int, Tensor]  # fp32 values of 16-bit buckets, until the optimizer takes them
@@ -45,7 +46,8 @@ class Mechanism:
         self.reducer.forget()
         self.reducer.remove()
         self.sharder.remove()
-        self.pool.clear()
+        for pool in self.pools:
+            pool.clear()
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -59,7 +61,10 @@ def sharding_rule(config: Config) -> ShardingRule:
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
-    return ShardingRule(zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold)
+    return ShardingRule(
+        zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold,
+        leaf_module=zero.leaf_module, persistent_total=zero.stage3_model_persistence_threshold,
+    )  # fmt: skip
 
 
 def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
@@ -68,31 +73,40 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
     chosen = config.data_types.grad_accum_dtype
     accumulate = _DTYPES[chosen] if chosen else wide
     wire = _DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
-    return GradientRule(accumulate, wire, 1.0 / ranks if config.gradient_reduction == "mean" else 1.0)
+    factor = 1.0 / ranks if config.gradient_reduction == "mean" else 1.0
+    if not config.prescale_gradients:
+        return GradientRule(accumulate, wire, factor)
+    # Everything is divided before the sum unless the configuration says how much of it: sums of 16 bits stay in range.
+    before = 1.0 / config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else factor
+    return GradientRule(accumulate, wire, factor / before, before)
 
 
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool = BufferPool()
+    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
-    zero = config.zero_optimization
-    window = GatherWindow(
-        [b.layout.padded for b in built.buckets],
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_reuse_distance,
-        zero.stage3_max_live_parameters,
-    )
-    sharder = Sharder(module, built.buckets, window)
+    sharder = build_sharder(module, built, config)
     gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
+        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
         for b in built.buckets
         if b.trainable and trains
     ]
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, pool, gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+
+
+def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
+    zero = config.zero_optimization
+    window = GatherWindow(
+        [sum(b.layout.padded for b in unit) for unit in gather_units(built.buckets, built.units)],
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_reuse_distance,
+        zero.stage3_max_live_parameters,
+    )
+    return Sharder(module, built.buckets, window, built.units)
 
 
 def build_scaler(config: Config) -> LossScaler:
@@ -104,29 +118,18 @@ def attach_optimizer(
     mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
     tensor: Communicator | None = None,
 ) -> ZeroOptimizer:  # fmt: skip
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`:
-    control over the ranks that share layers."""
-    own = source if isinstance(source, torch.optim.Optimizer) else None
-    sharded = any(g.bucket.policy.shard_state for g in mechanism.gradients)
-    elementwise = is_elementwise(type(own)) if own is not None else getattr(source, "elementwise", None)
-    allow = config.zero_allow_untested_optimizer
-    if own is not None:
-        check_optimizer(own, sharded, allow)
-    masters = [
-        FlatMaster(g, mechanism.masters.pop(g.bucket.index, None), whole_shapes=not sharded and not elementwise)
-        for g in mechanism.gradients
-    ]
-    parts = shard_groups(groups, {m.bucket.index: m for m in masters})
-    if own is not None:
-        inner = own
-        for group, mine in zip(inner.param_groups, parts, strict=True):
-            group["params"] = mine
-    else:
-        inner = source([{**group, "params": mine} for group, mine in zip(groups, parts, strict=True)])  # type: ignore[operator]
-        check_optimizer(inner, sharded, allow)
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
+    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
     mesh = mechanism.groups
-    mechanism.optimizer = ZeroOptimizer(
-        inner, masters, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, tensor,
-    )  # fmt: skip
+    try:
+        attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
+        mechanism.optimizer = ZeroOptimizer(
+            attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
+            build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        )  # fmt: skip
+        if tensor is not None:
+            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
+    except Exception:
+        mechanism.remove()
+        raise
     return mechanism.optimizer

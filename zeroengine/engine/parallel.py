@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError, ModelError
@@ -13,6 +14,9 @@ from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_
 from zeroengine.parallel.hf_attention import register, ulysses_degree
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import plan_for
+from zeroengine.zero.held import claim
+from zeroengine.zero.layout import Piece
+from zeroengine.zero.tensor import tensor_shard
 
 
 def share_sequences(model: nn.Module, settings: Config, mesh: Mesh) -> SharedSequences | None:
@@ -54,4 +58,26 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
         raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
     plan = plan_for(model)
     log_rank0(plan.show())
+    claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
     return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuses parameters that another library has distributed."""
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise ModelError(
+                f"parameter '{name}' is a DTensor (placements {p.placements}): it was distributed before zeroengine.initialize; "
+                "give the model as one process has it, and set `mesh.tp` in the config"
+            )
+
+
+def place_parts(pieces: dict[str, list[Piece]], model: nn.Module) -> dict[str, list[Piece]]:
+    """Tells the pieces of tensor-parallel parameters, and of what an optimizer keeps for them, where in the whole they lie: that
+    is what a checkpoint saves and loads, at any degree. Returns `pieces`."""
+    parts = {name: (p.shape, shard) for name, p in model.named_parameters() if (shard := tensor_shard(p)) is not None}
+    for piece in (piece for each in pieces.values() for piece in each) if parts else ():
+        shape, shard = parts.get(piece.name, (None, None))
+        if piece.shape == shape:  # else a step count, the same for all parts
+            piece.part = shard
+    return pieces

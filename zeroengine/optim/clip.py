@@ -8,49 +8,22 @@ import torch
 from torch import Tensor
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.ops.flat import squares
 from zeroengine.zero.gradients import BucketGradients
-from zeroengine.zero.tensor import tensor_shard
 
 
-def global_norm(
-    gradients: list[BucketGradients], shard_ranks: tuple[int, ...], control: Communicator, tensor: Communicator | None = None
-) -> float:
+def global_norm(gradients: list[BucketGradients], shard_ranks: tuple[int, ...], control: Communicator) -> float:
     """2-norm of all combined gradients (before clipping). Collective.
 
     Each rank sums squares in fp64 over its own slices, also where it holds more than its slice, so that every stage adds
     the same partial sums in the same order. `shard_ranks`: the ranks whose slices make up one whole.
-    `tensor` (control): ranks that share layers; their parts add up, and what they all hold counts once.
     """
-    if tensor is not None and tensor.size > 1:
-        return _root(_squares_over_layers(gradients, shard_ranks, control, tensor))
-    squares = [torch.linalg.vector_norm(_real(g.reduced), dtype=torch.float64).square() for g in gradients]
-    mine = torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64)
+    mine = squares([_real(g.reduced) for g in gradients])[0].cpu()
     table = control.exchange(mine, "squares of the gradients")
     rows = [control.ranks.index(r) for r in shard_ranks]
-    total = float(table[rows].sum(0).sum()) if squares else 0.0
-    return _root(total)
-
-
-def _root(total: float) -> float:
+    total = float(table[rows].sum(0).sum()) if gradients else 0.0
     # fp32: the partial sums differ in their last bits with the size of buckets, and the norm should not
     return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
-
-
-def _squares_over_layers(
-    gradients: list[BucketGradients], shard_ranks: tuple[int, ...], control: Communicator, tensor: Communicator
-) -> float:
-    """Sum of squares where parameters are parts of whole ones, or held whole by every rank of `tensor`."""
-    sums = torch.zeros(2, dtype=torch.float64)  # parts, whole parameters
-    for g in gradients:
-        reduced = g.reduced
-        for s in g.bucket.layout.segments(g.bucket.own.start, g.bucket.own.stop):
-            values = _real(reduced[s.at : s.at + s.end - s.start])
-            square = torch.linalg.vector_norm(values, dtype=torch.float64).square().cpu()
-            sums[0 if tensor_shard(g.bucket.params[s.index]) is not None else 1] += square
-    table = control.exchange(sums, "squares of the gradients")
-    mine = table[[control.ranks.index(r) for r in shard_ranks]].sum(0)
-    over = tensor.exchange(mine, "squares of the gradients of shared layers")
-    return float(over[:, 0].sum() + over[0, 1])
 
 
 def _real(t: Tensor) -> Tensor:

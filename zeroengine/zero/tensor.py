@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ class TensorShard:
         """This rank's part, contiguous."""
         parts = [s.chunk(self.size, self.dim)[self.rank] for s in whole.chunk(self.sections, self.dim)]
         return torch.cat(parts, self.dim).contiguous()
+
+    def cut_state(self, state: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+        """What an optimizer keeps for a whole parameter whose parts have `shape`, for this part of it."""
+        whole = self.whole_shape(shape)
+        return {k: self.cut(v) if isinstance(v, Tensor) and v.shape == whole else v for k, v in state.items()}
 
     def whole_shape(self, shape: Sequence[int]) -> torch.Size:
         """Shape of the whole of which a part has `shape`."""
