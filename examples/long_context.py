@@ -4,7 +4,13 @@
     zerorun --nproc 2 examples/long_context.py --tokens 4096 --attention ulysses
 
 A token is a byte. No line of the model knows that a rank holds a part of the tokens only: `mesh.cp` in the configuration
-cuts the batches, exchanges the attention and averages the loss. Every rank prints its largest resident memory.
+cuts the batches, exchanges the attention and averages the loss. Every rank prints the largest memory that its training took.
+
+`--memory-limit 100` gives every rank 100 MiB for training, beside libraries and the model. One process ends at a length that two
+manage (Linux):
+
+    zerorun --nproc 1 examples/long_context.py --tokens 4096 --memory-limit 100
+    zerorun --nproc 2 examples/long_context.py --tokens 4096 --memory-limit 100
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zeroengine
 
 BYTES = 256  # the vocabulary
+STATUS = Path("/proc/self/status")
 
 
 def parse_args() -> argparse.Namespace:
@@ -33,10 +40,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("ring", "ulysses"), default="ring", help="default: %(default)s")
     parser.add_argument("--width", type=int, default=128, help="width of the model (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="blocks of the model (default: %(default)s)")
+    parser.add_argument("--memory-limit", type=int, metavar="MIB", help="of every rank's training (default: none)")
     args = parser.parse_args()
-    for name in ("tokens", "steps", "layers"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name in ("tokens", "steps", "layers", "memory_limit"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.memory_limit is not None and not STATUS.exists():
+        parser.error(f"--memory-limit needs {STATUS}, which this system does not have")
     if args.width < 32 or args.width % 32:
         parser.error(f"--width {args.width}: must be a multiple of 32, the width of a head")
     return args
@@ -52,6 +62,17 @@ def long_sources(tokens: int, wanted: int) -> Tensor:
     if not whole:
         raise SystemExit(f"--tokens {tokens}: no source file in {folder} is that long; the longest has {found[0].numel()}")
     return torch.stack([whole[i % len(whole)] for i in range(wanted)]).long()
+
+
+def limit_memory(mib: int) -> None:
+    """From now on this process may take `mib` MiB more than it has; what does not fit is an error of torch's allocator."""
+    used = next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + mib * 2**20, hard))
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def settings(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
@@ -76,18 +97,32 @@ def main() -> None:
     )  # fmt: skip
     engine, *_ = zeroengine.initialize(model=LlamaForCausalLM(shape), config=settings(args, ranks))
     texts = long_sources(args.tokens, args.steps)
-    for step in range(args.steps):
-        batch = texts[step : step + 1].to(engine.device)
+    before = peak_mib()
+    if args.memory_limit is not None:
+        limit_memory(args.memory_limit)
+    try:
+        train(engine, texts)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise SystemExit(
+            f"rank {engine.mesh.rank}: {args.tokens} tokens on {ranks} rank(s) do not fit into {args.memory_limit} MiB; use more ranks"
+        ) from None
+    mine = -(-args.tokens // ranks)
+    sys.stdout.write(f"rank {engine.mesh.rank}: {mine} of {args.tokens} tokens, training took {peak_mib() - before:.0f} MiB\n")
+    sys.stdout.flush()
+    engine.destroy()
+
+
+def train(engine: zeroengine.ZeroEngine, texts: Tensor) -> None:
+    """One step for each text. Rank 0 prints the loss, which is that of all tokens."""
+    for step, text in enumerate(texts):
+        batch = text[None].to(engine.device)
         loss = engine(input_ids=batch, labels=batch).loss
         engine.backward(loss)
         engine.step()
         if engine.mesh.rank == 0:
             sys.stdout.write(f"step {step + 1}: loss {float(loss.detach()):.4f}\n")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    mine = -(-args.tokens // ranks)
-    sys.stdout.write(f"rank {engine.mesh.rank}: {mine} of {args.tokens} tokens, largest memory {peak:.0f} MiB\n")
-    sys.stdout.flush()
-    engine.destroy()
 
 
 if __name__ == "__main__":

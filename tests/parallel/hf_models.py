@@ -11,10 +11,23 @@ VOCABULARY, STEPS, BATCH = 64, 5, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
 
 
+KINDS = ("llama", "qwen", "gpt2", "gemma", "bert")
+Losses = tuple[list[float], list[float]]
+
+
 def build(kind: str) -> nn.Module:
-    """A model in fp32 without dropout, the same in every process."""
+    """A model in fp32 (fp64 if its name ends in 64) without dropout, the same in every process. "packed" is a llama with packed
+    documents in its batches, "again" one whose blocks are computed again in backward."""
     import transformers as hf
 
+    if kind.endswith("64"):
+        return build(kind.removesuffix("64")).double()
+    if kind == "packed":
+        return build("llama")
+    if kind == "again":
+        model = build("llama")
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        return model
     torch.manual_seed(7)
     ffn, heads = {"intermediate_size": 48}, {"num_attention_heads": 4}
     if kind == "llama":
@@ -50,12 +63,13 @@ def build(kind: str) -> nn.Module:
     return model.train()
 
 
-def batch(kind: str, step: int, group: int = 0, length: int = 27) -> dict[str, Tensor]:
-    """One micro-batch of a data-parallel group, with some labels missing; BERT's also has padding."""
+def batch(kind: str, step: int, group: int = 0, length: int = 27, uneven: bool = True) -> dict[str, Tensor]:
+    """One micro-batch of a data-parallel group, with some labels missing (`uneven`: not as many in each group); BERT's also has
+    padding."""
     generator = torch.Generator().manual_seed(100 * step + group)
     ids = torch.randint(0, VOCABULARY, (BATCH, length), generator=generator)
     labels = ids.clone()
-    labels[0, : 3 + 4 * group] = -100
+    labels[0, : 3 + 4 * group * uneven] = -100
     made = {"input_ids": ids, "labels": labels}
     if kind == "bert":
         mask = torch.ones_like(ids)
@@ -79,48 +93,62 @@ def settings(stage: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def reference(kind: str, groups: int = 1) -> tuple[list[float], list[float]]:
+def reference(kind: str, groups: int = 1, clipping: float = 0.5, uneven: bool = True) -> Losses:
     """Losses and gradient norms of one process on the batches of all data-parallel groups: the mean over valid tokens."""
-    data = kind
-    model = build("llama" if kind == "packed" else kind)
+    model = build(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     losses, norms = [], []
     for step in range(STEPS):
         outs, counts = [], []
         for g in range(groups):
-            made = batch(data, step, g)
+            made = batch(kind, step, g, uneven=uneven)
             outs.append(model(**made, use_cache=False) if kind != "bert" else model(**made))
             valid = made["labels"] != -100
             counts.append(int(valid.sum() if kind == "bert" else valid[:, 1:].sum()))
         loss = sum((o.loss * n for o, n in zip(outs, counts, strict=True)), torch.zeros(())) / sum(counts)
         loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clipping or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses, norms
 
 
-def train(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -> list[tuple[list[float], list[float]]]:
+def train(rank: int, world: int, runs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Losses]:
     """Losses and norms of this rank under the engine, for each (kind, configuration)."""
+    return {label: train_one(*run) for label, run in runs.items()}
+
+
+def train_one(kind: str, config: dict[str, Any]) -> Losses:
     import zeroengine
 
-    results = []
-    for kind, config in runs:
-        model = build("llama" if kind == "packed" else kind)
-        engine, *_ = zeroengine.initialize(model=model, config=config)
-        losses, norms = [], []
-        for step in range(STEPS):
-            loss = engine(**batch(kind, step, engine.mesh.sample_group)).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-            norms.append(engine.get_global_grad_norm())
-        engine.destroy()
-        results.append((losses, norms))
-    return results
+    engine, *_ = zeroengine.initialize(model=build(kind), config=config)
+    uneven = engine.sequences is not None  # other models average the loss of their own batch
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = engine(**batch(kind, step, engine.mesh.sample_group, uneven=uneven)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return losses, norms
 
 
-def follows(got: tuple[list[float], list[float]], want: tuple[list[float], list[float]], tolerance: float = 1e-5) -> bool:
+def error(got: Losses, want: Losses) -> float:
+    """Largest relative difference of losses and norms."""
     pairs = [*zip(got[0], want[0], strict=True), *zip(got[1], want[1], strict=True)]
-    return all(abs(a - b) <= tolerance * abs(b) for a, b in pairs)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def tensor(tp: int, stage: int, splits: bool = False, loss: bool = False, **changes: Any) -> dict[str, Any]:
+    """Configuration of `tp` ranks that share layers."""
+    mesh = {"tp": tp, **changes.pop("mesh", {})}
+    return settings(stage, mesh=mesh, tensor_parallel={"sequence_parallel": splits, "loss_parallel": loss}, **changes)
+
+
+def sequence(attention: str, cp: int, stage: int, **changes: Any) -> dict[str, Any]:
+    """Configuration of `cp` ranks that share sequences."""
+    own = {k: changes.pop(k) for k in ("ulysses", "layout") if k in changes}
+    mesh = {"cp": cp, **changes.pop("mesh", {})}
+    return settings(stage, mesh=mesh, sequence_parallel={"attention": attention, **own}, **changes)

@@ -1,60 +1,22 @@
-"""Real architectures over shared sequences follow one process."""
+"""What the engine does around sequences that ranks share: batches, loaders, logits, refusals."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from tests.parallel.hf_models import batch, build, follows, reference, settings, train
+from tests.parallel.hf_models import batch, build, sequence, settings
 from tests.ranks import run_ranks
+from zeroengine.parallel.layout import SequenceLayout
+from zeroengine.parallel.loss import IGNORED, next_token_targets
 
 pytest.importorskip("transformers")
 
 
-def sequence(attention: str, cp: int, stage: int, **more: Any) -> dict[str, Any]:
-    return settings(stage, mesh={"cp": cp}, sequence_parallel={"attention": attention, **more})
-
-
-def check(world: int, runs: list[tuple[str, dict[str, Any]]], groups: int = 1) -> None:
-    got = run_ranks(train, world, runs, timeout=200)
-    for i, (kind, config) in enumerate(runs):
-        want = reference(kind, groups)
-        for rank in range(world):
-            assert follows(got[rank][i], want), (kind, config, rank, got[rank][i], want)
-
-
-def test_two_ranks_share_a_sequence() -> None:
-    check(2, [
-        ("llama", sequence("ulysses", 2, 1)), ("llama", sequence("ring", 2, 3)), ("qwen", sequence("ring", 2, 1)),
-        ("qwen", sequence("ulysses", 2, 3)), ("gpt2", sequence("ulysses", 2, 1)), ("gpt2", sequence("ring", 2, 3)),
-        ("packed", sequence("ring", 2, 1)), ("packed", sequence("ulysses", 2, 0)),
-    ])  # fmt: skip
-
-
-def test_windows_padding_and_both_directions() -> None:
-    check(2, [
-        ("gemma", sequence("ulysses", 2, 1)), ("gemma", sequence("ring", 2, 3)), ("bert", sequence("ulysses", 2, 3)),
-        ("bert", sequence("ring", 2, 1, layout="contiguous")), ("mistral", sequence("ring", 2, 2)),
-        ("opt", sequence("ring", 2, 1)),
-    ])  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("run", "groups"),
-    [
-        (("qwen", sequence("usp", 4, 3, ulysses=2)), 1),
-        (("llama", sequence("usp", 4, 1, ulysses=2)), 1),
-        (("llama", sequence("ring", 2, 3)), 2),
-        (("gpt2", sequence("ulysses", 2, 1)), 2),
-    ],
-)
-def test_four_ranks_ulysses_times_ring_and_data_parallel(run: tuple[str, dict[str, Any]], groups: int) -> None:
-    check(4, [run], groups)
-
-
-def _built_in(rank: int, world: int) -> list[float]:
+def _built_in() -> list[float]:
     """The model says it itself; the configuration has only the degree. Also: what an MLP sees, and the logits."""
     import transformers as hf
 
@@ -78,33 +40,50 @@ def _built_in(rank: int, world: int) -> list[float]:
     return [loss, float(model(**batch("llama", 0)).loss)]
 
 
-def test_the_model_can_choose() -> None:
-    for rank_loss, alone in run_ranks(_built_in, 2, timeout=90):
-        assert abs(rank_loss - alone) <= 1e-6 * alone
+def _two_at_once() -> None:
+    """Two batches before one backward, with blocks that are computed again: the same layout is fine, another is refused."""
+    import zeroengine
+    from zeroengine.errors import ModelError
+
+    engine, *_ = zeroengine.initialize(model=build("again"), config=sequence("ring", 2, 1))
+    kept = [engine(**batch("llama", step)).loss for step in range(2)]
+    with pytest.raises(ModelError, match="call backward after each forward"):
+        engine(**batch("packed", 2))
+    engine.backward(kept[0] + kept[1])
+    engine(**batch("packed", 2))
+    engine.destroy()
 
 
-def _labels(rank: int, world: int) -> int:
-    from zeroengine.parallel.layout import SequenceLayout
-    from zeroengine.parallel.loss import next_token_targets
+def _different(rank: int) -> str:
+    import zeroengine
+    from zeroengine.errors import DivergenceError
 
-    layout = SequenceLayout(8, 1, 2)
-    return int((layout.shard(next_token_targets(torch.arange(1, 9)[None]), rank, fill=-100) != -100).sum())
+    engine, *_ = zeroengine.initialize(model=build("llama"), config=sequence("ring", 2, 1))
+    with pytest.raises(DivergenceError) as said:
+        engine(**batch("llama", rank))
+    return str(said.value)
+
+
+def _behaviour(rank: int, world: int) -> tuple[list[float], str]:
+    chosen = _built_in()
+    _two_at_once()
+    return chosen, _different(rank)
+
+
+def test_models_choose_and_batches_are_watched() -> None:
+    for (loss, alone), said in run_ranks(_behaviour, 2, timeout=120):
+        assert abs(loss - alone) <= 1e-6 * alone
+        assert "must be given the same batch" in said and "ranks [1] differs from that of rank 0" in said
 
 
 def test_no_target_is_lost_at_a_border() -> None:
-    assert _labels(0, 2) + _labels(1, 2) == 7
-
-
-def _different(rank: int, world: int) -> None:
-    import zeroengine
-
-    engine, *_ = zeroengine.initialize(model=build("llama"), config=sequence("ring", 2, 1))
-    engine(**batch("llama", rank))
-
-
-def test_different_batches_are_an_error() -> None:
-    for outcome in run_ranks(_different, 2, timeout=90, failures=True):
-        assert "must be given the same batch" in outcome.error and "ranks [1] differs from that of rank 0" in outcome.error
+    """O01: tokens 1..8 have 7 targets, however they are cut."""
+    targets = next_token_targets(torch.arange(1, 9)[None])
+    for ranks in (1, 2, 4):
+        layout = SequenceLayout(8, 1, ranks)
+        parts = [layout.shard(targets, r, fill=IGNORED) for r in range(ranks)]
+        assert sum(int((p != IGNORED).sum()) for p in parts) == 7
+        assert torch.equal(layout.unshard(parts), targets)
 
 
 def _loader(rank: int, world: int) -> tuple[list[int], int]:
@@ -123,36 +102,58 @@ def test_loader_gives_a_sequence_group_the_same_samples() -> None:
     assert sorted(got[0][0] + got[2][0]) == list(range(16))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"mesh": {"cp": 3}}, r"cp 3"),
-        ({"mesh": {"cp": 2}, "sequence_parallel": {"attention": "usp", "ulysses": 3}}, r"3 does not divide the 2 ranks"),
-        ({"mesh": {"cp": 2}, "sequence_parallel": {"attention": "usp"}}, r"go together"),
-    ],
-)
-def test_impossible_degrees(changes: dict[str, Any], says: str) -> None:
-    for outcome in run_ranks(_refused, 2, changes, says, timeout=60):
-        assert outcome
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mesh": {"cp": 3}}, r"cp 3 = 3 does not divide 2 ranks \(2 / 3 = 0.67"),
+    ({"mesh": {"cp": 2}, "sequence_parallel": {"attention": "usp", "ulysses": 3}}, r"3 does not divide the 2 ranks"),
+    ({"mesh": {"cp": 2}, "sequence_parallel": {"attention": "usp"}}, r"go together"),
+    ({"mesh": {"tp": 2, "cp": 2}}, r"cp 2 x tp 2 = 4 does not divide 2 ranks"),
+    ({"mesh": {"tp": 2}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, r"looks at whole parameters, and mesh.tp"),
+    ({"mesh": {"tp": 2}, "tensor_parallel": {"loss_parallel": True}, "kind": "bert"}, r"loss_parallel: .* splits no layers"),
+]
 
 
-def _refused(rank: int, world: int, changes: dict[str, Any], says: str) -> bool:
+def _refused(rank: int, world: int) -> list[str]:
+    """What is said about each, and that the model can be given again afterwards."""
     import zeroengine
-    from zeroengine.errors import ConfigError
+    from zeroengine.errors import ConfigError, ModelError
 
-    with pytest.raises(ConfigError, match=says):
-        zeroengine.initialize(model=build("llama"), config=settings(1, **changes))
-    return True
-
-
-def _other_models(rank: int, world: int) -> bool:
-    import zeroengine
-    from zeroengine.errors import ModelError
-
-    with pytest.raises(ModelError, match=r"no transformers model"):
+    said = []
+    for changes, _ in REFUSED:
+        changes = dict(changes)
+        model = build(changes.pop("kind", "llama"))
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with pytest.raises(ConfigError) as refused:
+            zeroengine.initialize(model=model, config=settings(1, **changes))
+        said.append(str(refused.value))
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        assert not any("Parallel" in type(m).__name__ or type(m).__name__.startswith("Column") for m in model.modules())
+    with pytest.raises(ModelError) as other:
         zeroengine.initialize(model=torch.nn.Linear(4, 4), config=settings(1, mesh={"cp": 2}))
-    return True
+    said.append(str(other.value))
+    with pytest.raises(ModelError) as silent:  # O10: it takes the name and computes attention by itself
+        engine, *_ = zeroengine.initialize(model=_Deaf(), config=sequence("ring", 2, 1))
+        engine(**batch("llama", 0))
+    said.append(str(silent.value))
+    return said
 
 
-def test_other_models_are_refused() -> None:
-    assert all(run_ranks(_other_models, 2, timeout=60))
+class _Deaf(torch.nn.Module):
+    """Says yes to every attention function and calls none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = build("llama")
+        self.config, self.embed, self.head = inner.config, inner.model.embed_tokens, inner.lm_head
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.config._attn_implementation = name
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return {"logits": self.head(self.embed(input_ids))}
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    for said in run_ranks(_refused, 2, timeout=120):
+        for text, (changes, expected) in zip(said, REFUSED, strict=False):
+            assert re.search(expected, text), (changes, text)
+        assert "no transformers model" in said[-2] and "did not call the attention" in said[-1]

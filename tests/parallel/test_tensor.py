@@ -2,151 +2,196 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import functional as F
 
-from tests.parallel.hf_models import batch, build, follows, reference, settings, train
+from tests.parallel.hf_models import STEPS, batch, build, reference, settings, tensor
 from tests.ranks import run_ranks
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.errors import ModelError
 from zeroengine.parallel.random_regions import RandomRegion
 from zeroengine.parallel.tensor import TensorParallel
-from zeroengine.parallel.tensor_ops import vocabulary_cross_entropy
 from zeroengine.parallel.tensor_plan import automatic_plan, plan_for
-from zeroengine.zero.tensor import TensorShard, tensor_shard
+from zeroengine.parallel.vocabulary import vocabulary_cross_entropy
+from zeroengine.utils import safe_get_full_fp32_param
+from zeroengine.zero.tensor import TensorShard, tensor_shard, whole_value
 
 pytest.importorskip("transformers")
-
-
-def tensor(tp: int, stage: int, splits: bool = False) -> dict[str, Any]:
-    return settings(stage, mesh={"tp": tp}, tensor_parallel={"sequence_parallel": splits})
-
-
-def check(world: int, runs: list[tuple[str, dict[str, Any]]], groups: int = 1) -> None:
-    got = run_ranks(train, world, runs, timeout=200)
-    for i, (kind, config) in enumerate(runs):
-        want = reference(kind, groups)
-        for rank in range(world):
-            assert follows(got[rank][i], want), (kind, config, rank, got[rank][i], want)
-
-
-def test_two_ranks_share_layers() -> None:
-    check(2, [
-        ("llama", tensor(2, 1)), ("llama", tensor(2, 3)), ("qwen", tensor(2, 3)), ("gpt2", tensor(2, 1)), ("gpt2", tensor(2, 3)),
-        ("mistral", tensor(2, 2)), ("mixtral", tensor(2, 1)), ("opt", tensor(2, 3)), ("gemma", tensor(2, 1)),
-        ("bert", tensor(2, 0)),
-    ])  # fmt: skip
-
-
-def test_fewer_key_heads_than_ranks() -> None:
-    check(2, [("mqa", tensor(2, 3))])
-
-
-def test_two_ranks_with_a_split_sequence() -> None:
-    check(2, [("llama", tensor(2, 1, True)), ("qwen", tensor(2, 3, True)), ("gpt2", tensor(2, 3, True))])
-
-
-@pytest.mark.parametrize(
-    ("run", "groups"),
-    [
-        (("llama", settings(1, mesh={"tp": 2, "cp": 2}, sequence_parallel={"attention": "ring"})), 1),
-        (("llama", tensor(4, 1)), 1),
-        (("qwen", tensor(2, 3)), 2),
-    ],
-    ids=["layers and sequences", "fewer key heads than ranks", "layers and data"],
-)
-def test_four_ranks(run: tuple[str, dict[str, Any]], groups: int) -> None:
-    check(4, [run], groups)
 
 
 # --- replicated parameters, initial values, checkpoints, bytes ----------------------------------------------------------
 
 
-def _facts(rank: int, world: int, splits: bool, folder: str) -> dict[str, Any]:
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+REPLICATED = [(kind, splits) for kind in ("llama", "gpt2", "mqa") for splits in (False, True)]
+
+
+def _facts(rank: int, world: int) -> list[dict[str, Any]]:
+    """For each model: what every rank holds whole after three steps, all of it, the bytes sent, what is left behind."""
     import zeroengine
 
-    model = build("llama")
-    if rank:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(1.0)  # rank 0's values count
-    config = {**tensor(2, 1, splits), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = zeroengine.initialize(model=model, config=config)
-    engine.mesh.tensor.traffic.reset()
-    for step in range(3):
-        loss = engine(**batch("llama", step)).loss
-        if not step:
-            forward = dict(engine.mesh.tensor.traffic.bytes)
-        engine.backward(loss)
-        if not step:
-            both = dict(engine.mesh.tensor.traffic.bytes)
-        engine.step()
-    whole = {n: p.detach().clone() for n, p in engine.module.named_parameters() if tensor_shard(p) is None}
-    full = engine.full_state_dict()
-    engine.save_checkpoint(folder)
-    engine.destroy()
-    return {"whole": whole, "full": full, "forward": forward, "both": both, "restored": dict(model.named_parameters())}
+    found = []
+    for kind, splits in REPLICATED:
+        model = build(kind)
+        if rank:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1.0)  # rank 0's values count
+        engine, *_ = zeroengine.initialize(model=model, config={**tensor(2, 1, splits), **SGD})
+        engine.mesh.tensor.traffic.reset()
+        sent = []
+        for step in range(3):
+            loss = engine(**batch(kind, step)).loss
+            sent.append(dict(engine.mesh.tensor.traffic.bytes))
+            engine.backward(loss)
+            sent.append(dict(engine.mesh.tensor.traffic.bytes))
+            engine.step()
+        engine.check_replicas()
+        whole = {n: p.detach().clone() for n, p in engine.module.named_parameters() if tensor_shard(p) is None}
+        name = next(n for n, p in model.named_parameters() if tensor_shard(p) is not None)
+        fp32 = safe_get_full_fp32_param(dict(model.named_parameters())[name])
+        full = engine.full_state_dict()
+        engine.destroy()
+        restored = {n: p.detach() for n, p in model.named_parameters()}
+        assert torch.equal(fp32, restored[name])
+        found.append({"whole": whole, "full": full, "forward": sent[0], "both": sent[1], "restored": restored})
+    return found
 
 
-def _one_process() -> dict[str, Tensor]:
-    model = build("llama")
+def _one_process(kind: str) -> dict[str, Tensor]:
+    model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        model(**batch("llama", step), use_cache=False).loss.backward()
+        model(**batch(kind, step), use_cache=False).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("splits", [False, True])
-def test_replicas_stay_equal_and_everything_equals_one_process(splits: bool, tmp_path: Any) -> None:
-    got = run_ranks(_facts, 2, splits, str(tmp_path), timeout=120)
-    want = _one_process()
-    assert got[0]["whole"].keys() and not any("proj" in n for n in got[0]["whole"])
-    for name, value in got[0]["whole"].items():
-        assert torch.equal(value, got[1]["whole"][name]), name
-    for found in (got[0]["full"], got[0]["restored"], got[1]["restored"]):
-        for name, value in want.items():
+@pytest.fixture(scope="module")
+def facts() -> list[list[dict[str, Any]]]:
+    return run_ranks(_facts, 2, timeout=180)
+
+
+@pytest.mark.parametrize("i", range(len(REPLICATED)), ids=[f"{k}{'+sp' * s}" for k, s in REPLICATED])
+def test_replicas_stay_equal_and_everything_equals_one_process(facts: list[list[dict[str, Any]]], i: int) -> None:
+    """P01: norms, biases behind row-parallel layers, shared key heads."""
+    a, b = facts[0][i], facts[1][i]
+    kind, _ = REPLICATED[i]
+    held = {"llama": "norm", "gpt2": "c_proj.bias", "mqa": "k_proj"}[kind]
+    assert any(held in n for n in a["whole"]) and len(a["whole"]) < len(a["restored"])
+    for name, value in a["whole"].items():
+        assert torch.equal(value, b["whole"][name]), name
+    for found in (a["full"], a["restored"], b["restored"]):
+        for name, value in _one_process(kind).items():
             assert torch.allclose(found[name], value, rtol=1e-5, atol=1e-6), name
-    # a checkpoint of two parts loads into one process
-    for name, value in run_ranks(_load, 1, str(tmp_path), timeout=60)[0].items():
-        assert torch.allclose(value, want[name], rtol=1e-5, atol=1e-6), name
-    # the Megatron papers' count: 4 all-reduces of b S d a layer, and the same bytes where they are split in two
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_bytes_are_those_of_the_megatron_papers(facts: list[list[dict[str, Any]]], splits: bool) -> None:
+    """4 all-reduces of b S d a layer and micro-batch; where the sequence is split, each in its two halves: the same bytes."""
+    sent = facts[0][REPLICATED.index(("llama", splits))]
     layers, item = 2, 4
-    tokens = 28 if splits else 27
-    reduce = 2 * (2 - 1) * 2 * tokens * 32 * item // 2  # 2 (N-1)/N of the tensor
+    tokens = 28 if splits else 27  # padded to an even number
+    reduce = 2 * (2 - 1) * 2 * tokens * 32 * item // 2  # 2 (N-1)/N of [2, tokens, 32]
+    forward, both = sent["forward"], sent["both"]
     if not splits:
         # besides: the vocabulary of the embedding in forward, the input of the head in backward
-        assert got[0]["forward"]["all_reduce"] == (2 * layers + 1) * reduce
-        assert got[0]["both"]["all_reduce"] - got[0]["forward"]["all_reduce"] == (2 * layers + 1) * reduce
-    else:
-        assert got[0]["forward"]["reduce_scatter"] == 2 * layers * reduce // 2
+        assert forward["all_reduce"] == (2 * layers + 1) * reduce
+        assert both["all_reduce"] - forward["all_reduce"] == (2 * layers + 1) * reduce
+        return
+    half = reduce // 2
+    assert forward["reduce_scatter"] == 2 * layers * half and both["reduce_scatter"] == 4 * layers * half
+    whole = 2 * 27 * 64 * item // 2  # logits
+    assert forward["all_gather"] == (2 * layers + 1) * half + whole  # and the end of the split part
+    assert both["all_gather"] - forward["all_gather"] == (2 * layers + 1) * half  # and its beginning
 
 
-def _load(rank: int, world: int, folder: str) -> dict[str, Tensor]:
+# --- checkpoints --------------------------------------------------------------------------------------------------------
+
+SAVED = {"llama": tensor(2, 3), "gpt2": tensor(2, 1, True)}
+
+
+def _steps(engine: Any, kind: str, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(**batch(kind, step, engine.mesh.sample_group, uneven=False)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _save(rank: int, world: int, folder: str, saved: dict[str, dict[str, Any]]) -> None:
     import zeroengine
 
-    config = {**settings(1), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for kind, config in saved.items():
+        engine, *_ = zeroengine.initialize(model=build(kind), config=config)
+        _steps(engine, kind, 0, 3)
+        engine.save_checkpoint(f"{folder}/{kind}")
+        engine.destroy()
+
+
+def _resume(rank: int, world: int, folder: str, configs: list[dict[str, Any]]) -> list[Any]:
+    """The losses of the steps after the checkpoint."""
+    import zeroengine
+
+    found = []
+    for config in configs:
+        for kind in SAVED:
+            engine, *_ = zeroengine.initialize(model=build(kind), config=config)
+            with torch.no_grad():
+                for p in engine.module.parameters():
+                    if p.device.type == "cpu" and config["zero_optimization"]["stage"] < 3:
+                        p.mul_(0.5)  # what is loaded counts
+            engine.load_checkpoint(f"{folder}/{kind}")
+            found.append(_steps(engine, kind, 3, STEPS))
+            engine.destroy()
+    return found
+
+
+def test_checkpoints_load_at_another_degree(tmp_path: Path) -> None:
+    """Saved by two ranks that share layers: whole tensors under full names, and the optimizer goes on at any degree."""
+    run_ranks(_save, 2, str(tmp_path), SAVED, timeout=120)
+    index = FileSystemReader(next((tmp_path / "llama").glob("global_step*"))).read_metadata().state_dict_metadata
+    for name, p in build("llama").named_parameters():
+        assert index[f"model.{name}"].size == p.shape == index[f"optim.{name}.exp_avg"].size, name
+    want = {kind: reference(kind)[0][3:] for kind in SAVED}
+    got = run_ranks(_resume, 1, str(tmp_path), [settings(1)], timeout=120)[0]
+    four = [tensor(4, 1), tensor(4, 3, True)]
+    everywhere = run_ranks(_resume, 4, str(tmp_path), four, timeout=240)
+    for found in (got, *everywhere):
+        for losses, kind in zip(found, (*SAVED, *SAVED), strict=False):
+            assert all(abs(a - b) <= 1e-5 * b for a, b in zip(losses, want[kind], strict=True)), (kind, losses, want[kind])
+
+
+def _different(rank: int, world: int) -> str:
+    import zeroengine
+    from zeroengine.errors import DivergenceError
+
+    config = tensor(2, 1)
+    config["tensor_parallel"]["check_replicas_every"] = 1
     engine, *_ = zeroengine.initialize(model=build("llama"), config=config)
-    engine.load_checkpoint(folder)
-    return dict(engine.full_state_dict())
+    _steps(engine, "llama", 0, 1)
+    with torch.no_grad():
+        engine.module.model.norm.weight.mul_(1 + rank)
+    with pytest.raises(DivergenceError) as apart:
+        _steps(engine, "llama", 1, 2)
+    with pytest.raises(DivergenceError, match="must be given the same batch"):
+        engine(**batch("llama", rank))
+    return str(apart.value)
 
 
-def _different(rank: int, world: int) -> None:
-    import zeroengine
-
-    engine, *_ = zeroengine.initialize(model=build("llama"), config=tensor(2, 1))
-    engine(**batch("llama", rank))
-
-
-def test_different_batches_are_an_error() -> None:
-    for outcome in run_ranks(_different, 2, timeout=90, failures=True):
-        assert "must be given the same batch" in outcome.error
+def test_different_batches_and_values_are_errors() -> None:
+    for said in run_ranks(_different, 2, timeout=90):
+        assert "hold these parameters whole" in said and "model.norm.weight" in said
 
 
 # --- parts --------------------------------------------------------------------------------------------------------------
@@ -174,8 +219,8 @@ def _parts(rank: int, world: int) -> dict[str, Any]:
     draws.append(float(torch.rand(())))
     region.leave()
     draws.append(float(torch.rand(())))
-    fabric.close()
     error = (mine.grad - whole.grad[:, rank * width : (rank + 1) * width]).abs().max()
+    fabric.close()
     return {"loss": float((loss - want).abs()), "grad": float(error), "draws": draws}
 
 
@@ -223,7 +268,7 @@ def _automatic(rank: int, world: int) -> tuple[float, float]:
     got = model(x)
     got.sum().backward()
     error = max(
-        float((layers.whole(p, p.grad, n) - grads[n]).abs().max()) for n, p in model.named_parameters()
+        float((whole_value(p, p.grad, n) - grads[n]).abs().max()) for n, p in model.named_parameters()
     )
     layers.remove(model)
     assert float((model(x) - want).abs().max()) < 1e-5 and type(model[0].mlp[0]) is nn.Linear

@@ -203,6 +203,12 @@ class TensorParallelSection(Section):
     sequence_parallel: Flag = key(
         False, "Split activations between the layers along the sequence as well (Megatron-SP).", ours=True
     )
+    loss_parallel: Flag = key(
+        False, "Leave logits cut along the vocabulary and compute the loss from the parts; the model returns its part.", ours=True
+    )
+    check_replicas_every: Count = key(
+        0, "Steps between two comparisons of the parameters that all tensor-parallel ranks hold whole; 0 is never.", ours=True
+    )
     tp_overlap_comm: Flag = ignored(False, "Overlap tensor-parallel communication.", "affects speed only")
     dtype: DtypeName | None = ignored(None, "Type of the weights.", "the type follows from `fp16` or `bf16`")
     tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")

@@ -16,6 +16,7 @@ from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
@@ -157,6 +158,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
             logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
         self._prepare_backward()
+        every = self.settings.tensor_parallel.check_replicas_every
+        if every and self.global_steps % every == 0:
+            self.check_replicas()
         self._print_progress(result)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -230,6 +234,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         """Forgets the gradients of the step so far. Collective if there are any."""
         self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
+
+    def check_replicas(self) -> None:
+        """Raises `DivergenceError` if parameters that all ranks of a tensor group hold whole have come apart. Collective; also run
+        after every `tensor_parallel.check_replicas_every`-th step."""
+        if self.layers is not None:
+            check_replicas(self.module, self.mechanism, self.mesh.tensor_control)
 
     # --- facts ----------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ def _initialize(
     zero_optimizer = None
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     try:
-        sequences = share_sequences(model, settings, mesh)
+        sequences = share_sequences(model, settings, mesh, layers)
         mechanism = build_mechanism(model, settings, members, trains=source is not None)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.errors import ConfigError, ModelError
+from zeroengine.engine.mechanism import Mechanism
+from zeroengine.errors import ConfigError, DivergenceError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
 from zeroengine.parallel.group import make_group
 from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_model
 from zeroengine.parallel.hf_attention import register, ulysses_degree
+from zeroengine.parallel.loss import token_sum
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import plan_for
+from zeroengine.zero.edits import digest
 from zeroengine.zero.held import claim
 from zeroengine.zero.layout import Piece
+from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
 
 
-def share_sequences(model: nn.Module, settings: Config, mesh: Mesh) -> SharedSequences | None:
+def share_sequences(
+    model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None
+) -> SharedSequences | None:
     """Makes the `cp` ranks of `mesh` share the sequences of `model`; None where cp is 1. Collective.
 
     Raises `ModelError` for a model whose attention cannot be exchanged.
@@ -43,7 +51,8 @@ def share_sequences(model: nn.Module, settings: Config, mesh: Mesh) -> SharedSeq
         mesh.fabric, mesh.ranks_along("cp"), ulysses_degree(name, cp, section.ulysses), section.layout == "zigzag"
     )
     factor = mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups
-    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, float(factor))
+    total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
+    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, float(factor), total)
 
 
 def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParallel | None:
@@ -59,7 +68,7 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
     plan = plan_for(model)
     log_rank0(plan.show())
     claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
-    return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits)
+    return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits, settings.tensor_parallel.loss_parallel)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -81,3 +90,26 @@ def place_parts(pieces: dict[str, list[Piece]], model: nn.Module) -> dict[str, l
         if piece.shape == shape:  # else a step count, the same for all parts
             piece.part = shard
     return pieces
+
+
+def check_replicas(model: nn.Module, mechanism: Mechanism, tensor: Communicator) -> None:
+    """Raises `DivergenceError` on every rank, with the names, if parameters that the ranks of `tensor` (control) all hold whole
+    differ between them. Collective."""
+    found: dict[str, int] = {}
+    for bucket in mechanism.buckets:
+        for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
+            if tensor_shard(bucket.params[s.index]) is None:
+                found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
+    for name, p in model.named_parameters():
+        if slot_of(p) is None and tensor_shard(p) is None and p.numel():
+            found[name] = digest(p.detach().reshape(-1))
+    if not found:
+        return
+    table = tensor.exchange(torch.tensor(list(found.values()), dtype=torch.int64), "whole parameters of shared layers")
+    odd = [name for name, column in zip(found, table.unbind(1), strict=True) if not bool((column == column[0]).all())]
+    if odd:
+        raise DivergenceError(
+            f"rank {tensor.ranks[tensor.rank]}: ranks {list(tensor.ranks)} share layers and hold these parameters whole, but not with "
+            f"the same values: {', '.join(odd[:5])}{f' and {len(odd) - 5} more' if len(odd) > 5 else ''}; make edits on all of "
+            "them, and see that forward depends on nothing else than the batch"
+        )

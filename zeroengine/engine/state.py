@@ -11,22 +11,23 @@ from torch import Tensor, nn
 
 from zeroengine.checkpoint import agree
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import whole_value
 
 if TYPE_CHECKING:
     from zeroengine.engine.mechanism import Mechanism
     from zeroengine.mesh import Mesh
-    from zeroengine.parallel.tensor import TensorParallel
 
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Values are views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of tensor-parallel layers are joined. Values are views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
         slot = slot_of(named[position][1])
         if slot is None:
-            yield named[position][0], named[position][1].data
+            name, p = named[position]
+            yield name, whole_value(p, p.data, name)
             position += 1
             continue
         with mechanism.sharder.gathered([slot.bucket]):
@@ -34,7 +35,8 @@ def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[
                 here = slot_of(named[position][1])
                 if here is None or here.bucket is not slot.bucket:
                     break
-                yield named[position][0], named[position][1].data
+                name, p = named[position]
+                yield name, whole_value(p, p.data, name)
                 position += 1
 
 
@@ -44,7 +46,6 @@ class WeightMethods:
     module: nn.Module
     mechanism: Mechanism
     mesh: Mesh
-    layers: TensorParallel | None
 
     def full_state_dict(
         self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
@@ -56,8 +57,6 @@ class WeightMethods:
         by_name = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
             p = by_name[name]
-            if self.layers is not None:
-                value = self.layers.whole(p, value, name)
             if keep and not (exclude_frozen_parameters and not p.requires_grad):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 values[id(p)] = value.detach().to(device="cpu", dtype=cast, copy=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError, ModelError
@@ -40,13 +42,14 @@ class SharedSequences:
 
     def __init__(
         self, model: nn.Module, group: SequenceGroup, attention: str, same: Communicator, ranks: Communicator,
-        factor: float,
+        factor: float, total: Callable[[Tensor, Tensor], Tensor] = token_sum,
     ) -> None:  # fmt: skip
         """`same`: control over the ranks that get one batch; `ranks`: control over all among which gradients are reduced;
-        `factor`: what that reduction divides by."""
+        `factor`: what that reduction divides by; `total`: summed loss of logits and targets."""
         self.group = group
-        self._same, self._ranks, self._factor = same, ranks, factor
+        self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
         self._link = SequenceLink(group)
+        self._open: weakref.ref[Tensor] | None = None  # output of a forward whose layers run again in backward
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._causal_targets = _predicts_next(model)
         register()
@@ -77,7 +80,9 @@ class SharedSequences:
         batch, length = _shape(inputs)
         layout = self.group.layout(length)
         targets = self._targets(inputs.pop("labels", None))
-        self._link.batch = RunningBatch(layout, _documents(inputs, batch, length))
+        running = RunningBatch(layout, _documents(inputs, batch, length))
+        self._check_open(running)
+        self._link.batch = running
         inputs.pop("attention_mask", None)
         if inputs.pop("past_key_values", None) is not None:
             raise ModelError("a cache cannot run over a shared sequence; leave past_key_values out")
@@ -94,7 +99,29 @@ class SharedSequences:
                 f"{type(model).__name__} did not call the attention over a shared sequence: its layers would see one slice each; "
                 "set mesh.cp to 1"
             )
-        return output if targets is None else self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED))
+        if targets is not None:
+            output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED))
+        if getattr(model, "is_gradient_checkpointing", False) and model.training:
+            self._note_open(output)
+        return output
+
+    def _note_open(self, output: Any) -> None:
+        found = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
+        if found is not None:
+            found.register_hook(self._close)
+            self._open = weakref.ref(found)
+
+    def _close(self, grad: Tensor) -> None:
+        self._open = None
+
+    def _check_open(self, running: RunningBatch) -> None:
+        """Layers that are computed again in backward take the layout of the last batch."""
+        if self._open is None or self._open() is None or self._link.batch is None or self._link.batch.same_as(running):
+            return
+        raise ModelError(
+            "a second batch of another length or with other documents came before the backward of the first, and with gradient "
+            "checkpointing the layers of the first are computed again there; call backward after each forward"
+        )
 
     def _targets(self, labels: Tensor | None) -> Tensor | None:
         if labels is None:
@@ -120,7 +147,7 @@ class SharedSequences:
                 "the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False"
             )
         count = (targets != IGNORED).sum()
-        output["loss"] = mean_over_ranks(token_sum(logits, targets), count, self._ranks, self._factor)
+        output["loss"] = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
         return output
 
 

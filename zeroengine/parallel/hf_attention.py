@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import ConfigError, ModelError
@@ -29,6 +30,12 @@ class RunningBatch:
     layout: SequenceLayout
     documents: Tensor | None
     _masks: dict[tuple[bool, int | None], AttentionMask] = field(default_factory=dict)
+
+    def same_as(self, other: RunningBatch) -> bool:
+        """Tokens lie, and attend, alike."""
+        if self.layout != other.layout or (self.documents is None) != (other.documents is None):
+            return False
+        return self.documents is None or other.documents is None or torch.equal(self.documents, other.documents)
 
     def mask(self, causal: bool, window: int | None) -> AttentionMask:
         found = self._masks.get((causal, window))

@@ -20,7 +20,8 @@ from zeroengine.errors import ConfigError, ModelError
 from zeroengine.parallel.random_regions import RandomRegion
 from zeroengine.parallel.tensor_ops import Entry, Region
 from zeroengine.parallel.tensor_plan import Plan, head_attributes
-from zeroengine.zero.tensor import TensorShard, mark_tensor_shard, tensor_shard
+from zeroengine.parallel.vocabulary import VocabularyLoss, split_lookup
+from zeroengine.zero.tensor import TensorShard, mark_tensor_shard, tensor_shard, whole_shape, whole_value
 
 
 class _Link:
@@ -33,7 +34,8 @@ class _Link:
         self.entry = entry
         self.random = random
         self.transposed = transposed
-        self.gathers = False
+        self.gathers = False  # outputs are made whole
+        self.opens = True  # a row-parallel layer follows
         self.rows: slice | None = None
 
     def __deepcopy__(self, memo: Any) -> _Link:
@@ -51,7 +53,7 @@ def _column_forward(self: Any, x: Tensor) -> Tensor:
     out = link.linear(x if link.entry is None else link.entry(x, link.name), self.weight, self.bias)
     if link.gathers:
         return link.region.gather_last(out, f"{link.name}: outputs")
-    if not link.region.splits:
+    if not link.region.splits and link.opens:
         link.random.enter(self.training)
     return out
 
@@ -67,15 +69,20 @@ def _row_forward(self: Any, x: Tensor) -> Tensor:
 class TensorParallel:
     """Tensor parallelism of one model over `comm`. Collective."""
 
-    def __init__(self, model: nn.Module, plan: Plan, comm: Communicator, device: torch.device, splits: bool = False) -> None:
-        """`splits`: sequences are split between the regions as well (Megatron-SP)."""
+    def __init__(
+        self, model: nn.Module, plan: Plan, comm: Communicator, device: torch.device, splits: bool = False,
+        splits_loss: bool = False,
+    ) -> None:  # fmt: skip
+        """`splits`: sequences are split between the regions as well (Megatron-SP). `splits_loss`: logits stay cut along the
+        vocabulary, and the model's loss is computed from the parts."""
         self.plan, self.comm = plan, comm
         self.region = Region(comm, splits)
+        self.loss = VocabularyLoss(comm) if splits_loss else None
         self._random = RandomRegion(comm, device)
         self._entries: dict[str, Entry] = {}
         self._handles: list[Any] = []
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
-        self._attributes: list[tuple[nn.Module, str, int]] = []
+        self._attributes: list[tuple[nn.Module, str, int | None]] = []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
         self._check(modules, params)
         self._equal(model)
@@ -85,6 +92,8 @@ class TensorParallel:
             elif name in params:
                 self._experts_weight(name, params[name], style)
         self._heads(modules)
+        if self.loss is not None:
+            model.loss_function = self.loss
         if splits:
             self._split_sequence(model)
         self._random.synchronize()
@@ -96,6 +105,8 @@ class TensorParallel:
         if not self.plan.styles:
             raise ModelError("the tensor plan matches no layer of the model; set mesh.tp to 1")
         size = self.comm.size
+        if self.loss is not None:
+            self._check_head(modules)
         for name, style in self.plan.styles.items():
             module = modules.get(name)
             if self.region.splits and style in ("experts", "packed"):
@@ -111,7 +122,7 @@ class TensorParallel:
                 side = "output" if outer else "input"
                 raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'")
         if self.region.splits:
-            blocks, _ = _blocks_and_norm(modules[""])
+            blocks, _ = _blocks_and_end(modules[""])
             for name, style in self.plan.styles.items():
                 if style in ("column", "fused") and any(modules.get(name.rpartition(".")[0]) is b for b in blocks):
                     raise ModelError(
@@ -122,6 +133,22 @@ class TensorParallel:
             for attribute, heads in head_attributes(modules[name]):
                 if heads % size and size % heads:
                     raise ConfigError(f"mesh.tp {size} and the {heads} heads of '{name}' ({attribute}) do not divide one another")
+
+    def _check_head(self, modules: dict[str, nn.Module]) -> None:
+        """The loss of parts needs a head of parts, and a model that lets its loss be exchanged."""
+        model = modules[""]
+        heads = [n for n, s in self.plan.styles.items() if s == "column_gather" and n in modules]
+        why = ""
+        if not hasattr(model, "loss_function"):
+            why = f"{type(model).__name__} has no loss_function that could be exchanged"
+        elif len(heads) != 1:
+            why = f"the plan splits {len(heads) or 'no'} layers along the vocabulary"
+        elif _rows(modules[heads[0]]) % self.comm.size:
+            why = f"mesh.tp {self.comm.size} does not divide the {_rows(modules[heads[0]])} outputs of '{heads[0]}'"
+        elif self._tied_elsewhere(model, heads[0], modules[heads[0]]):
+            why = f"the weight of '{heads[0]}' is also that of a layer that is not split along the vocabulary"
+        if why:
+            raise ConfigError(f"tensor_parallel.loss_parallel: {why}; set it to false")
 
     def _attentions(self, modules: dict[str, nn.Module]) -> list[str]:
         parents = {n.rpartition(".")[0] for n, s in self.plan.styles.items() if s in ("column", "fused") and n in modules}
@@ -156,7 +183,7 @@ class TensorParallel:
         if style in ("column", "column_gather", "fused", "row"):
             self._linear(model, name, module, style)
         elif style == "vocabulary":
-            if not self._tied_elsewhere(model, name, module) and _rows(module) % self.comm.size == 0:
+            if not self._tied_elsewhere(model, name, module) and not _rows(module) % self.comm.size:
                 self._vocabulary(name, module)
         elif style == "partial":
             for p in module.parameters():
@@ -170,14 +197,15 @@ class TensorParallel:
         transposed, size, rank = _transposed(module), self.comm.size, self.comm.rank
         outer = style != "row"
         dim = 0 if outer != transposed else 1
-        if style == "column_gather" and (weight.shape[dim] % size or self._tied_elsewhere(model, name, module)):
+        if style == "column_gather" and (whole_shape(weight)[dim] % size or self._tied_elsewhere(model, name, module)):
             return  # stays whole and equal on every rank
         parent = name.rpartition(".")[0]
         entry = None if self.region.splits else self._entries.setdefault(parent, Entry(self.region))
         if style == "column_gather":
             entry = Entry(Region(self.comm))  # behind the last norm the sequence is whole
         link = _Link(name, self.region, entry, self._random, transposed)
-        link.gathers = style == "column_gather"
+        link.gathers = style == "column_gather" and self.loss is None
+        link.opens = style != "column_gather"
         found = self._key_heads(dict(model.named_modules()), name) if outer else None
         if found is not None and found[1] < size:
             keys = found[1]
@@ -193,9 +221,9 @@ class TensorParallel:
                     self._sum_gradient(name, p)
         else:
             sections = 3 if style == "fused" else 1
-            _cut(weight, TensorShard(dim, size, rank, sections))
+            _cut(weight, TensorShard.over(self.comm, dim, sections))
             if bias is not None and outer:
-                _cut(bias, TensorShard(0, size, rank, sections))
+                _cut(bias, TensorShard.over(self.comm, 0, sections))
             elif bias is not None and self.region.splits:
                 self._sum_gradient(f"{name}.bias", bias)
         module._tensor_link = link  # type: ignore[assignment]
@@ -214,25 +242,13 @@ class TensorParallel:
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:
         weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        rows = weight.shape[0] // (1 if tensor_shard(weight) else self.comm.size)
-        _cut(weight, TensorShard(0, self.comm.size, self.comm.rank))
-        first = self.comm.rank * rows
-        if getattr(module, "padding_idx", None) is not None:
-            inside = 0 <= module.padding_idx - first < rows  # type: ignore[operator]
-            module.padding_idx = module.padding_idx - first if inside else None  # type: ignore[assignment,operator]
-        region = Region(self.comm)
-        outside: list[Tensor] = []
-
-        def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            local = args[0] - first
-            absent = (local < 0) | (local >= rows)
-            outside.append(absent)
-            return (local.masked_fill(absent, 0), *args[1:])
-
-        def after(_: nn.Module, args: Any, out: Tensor) -> Tensor:
-            return region.leave(out.masked_fill(outside.pop()[..., None], 0.0), name)
-
-        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        rows = whole_shape(weight)[0] // self.comm.size
+        _cut(weight, TensorShard.over(self.comm, 0))
+        padding = getattr(module, "padding_idx", None)
+        if padding is not None:
+            inside = 0 <= padding - self.comm.rank * rows < rows
+            self._set(module, "padding_idx", padding - self.comm.rank * rows if inside else None)
+        self._handles += split_lookup(name, module, self.comm, rows)
 
     def _expert_borders(self, name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -251,7 +267,7 @@ class TensorParallel:
         dim, sections = {"packed": (1, 2), "column": (1, 1), "row": (2, 1)}[style]
         if param.shape[dim] % (sections * self.comm.size):
             raise ConfigError(f"mesh.tp {self.comm.size} does not divide dimension {dim} of '{name}', {tuple(param.shape)}")
-        _cut(param, TensorShard(dim, self.comm.size, self.comm.rank, sections))
+        _cut(param, TensorShard.over(self.comm, dim, sections))
 
     def _sum_gradient(self, name: str, param: nn.Parameter) -> None:
         """For a parameter that is whole on every rank, but used on a part of its inputs or outputs."""
@@ -280,13 +296,13 @@ class TensorParallel:
                 whole = (before.get("num_heads", found[0]), before.get("num_key_value_heads", found[1]))
                 self._set(module, "num_key_value_groups", (whole[0] // size) // max(whole[1] // size, 1))
 
-    def _set(self, module: nn.Module, attribute: str, value: int) -> None:
+    def _set(self, module: nn.Module, attribute: str, value: int | None) -> None:
         self._attributes.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
 
     def _split_sequence(self, model: nn.Module) -> None:
-        """Megatron-SP: the sequence is split from the first block to behind the last norm."""
-        blocks, norm = _blocks_and_norm(model)
+        """Megatron-SP: the sequence is split from the first block to behind the last norm (see `_blocks_and_end`)."""
+        blocks, end = _blocks_and_end(model)
         modules = dict(model.named_modules())
         for name in sorted({n.rpartition(".")[0] for n, s in self.plan.styles.items() if s in ("column", "fused")}):
             # the module above reads the number of tokens from its input, before its layers see it
@@ -297,27 +313,19 @@ class TensorParallel:
             self._random.enter(model.training)
             return self.region.split(x, "first block")
 
-        def after(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        def after(_: nn.Module, args: Any, out: Any) -> Any:
             self._random.leave()
+            if isinstance(out, tuple):
+                return (self.region.join(out[0], "last block"), *out[1:])
             return self.region.join(out, "last norm")
 
         self._handles.append(blocks[0].register_forward_pre_hook(_on_hidden_states(split), with_kwargs=True))
-        self._handles.append(norm.register_forward_hook(after))
+        self._handles.append(end.register_forward_hook(after))
         cut = {id(p) for m, _ in self._classes for p in m.parameters()}
-        for name, p in [*blocks.named_parameters(), *norm.named_parameters()]:
-            if id(p) not in cut:  # norms
-                self._sum_gradient(name, p)
+        for p, name in {p: n for m in (blocks, end) for n, p in m.named_parameters() if id(p) not in cut}.items():  # norms
+            self._sum_gradient(name, p)
 
     # --- values ---------------------------------------------------------------------------------------------------
-
-    def whole(self, param: Tensor, value: Tensor, name: str) -> Tensor:
-        """The whole of a parameter whose part here has the values `value`. Collective over the group."""
-        shard = tensor_shard(param)
-        if shard is None:
-            return value
-        full = torch.empty(self.comm.size * value.numel(), dtype=value.dtype, device=value.device)
-        self.comm.all_gather(full, value.detach().contiguous().view(-1), name).wait()
-        return shard.join(list(full.view(self.comm.size, *value.shape)))
 
     def remove(self, model: nn.Module) -> None:
         """Gives the model its whole parameters and its own layers back. Collective."""
@@ -325,8 +333,10 @@ class TensorParallel:
             handle.remove()
         for name, p in model.named_parameters():
             if tensor_shard(p) is not None:
-                p.data = self.whole(p, p.data, name)
+                p.data = whole_value(p, p.data, name)
                 mark_tensor_shard(p, None)
+        if self.loss is not None:
+            del model._loss_function
         for module, base in self._classes:
             module.__class__ = base
             del module._tensor_link
@@ -352,8 +362,9 @@ def _cut(param: nn.Parameter, shard: TensorShard) -> None:
 
 
 def _rows(module: nn.Module) -> int:
+    """Of the whole weight."""
     weight: nn.Parameter = module.weight  # type: ignore[assignment]
-    return weight.shape[0]
+    return whole_shape(weight)[0]
 
 
 def _transposed(module: nn.Module) -> bool:
@@ -361,12 +372,19 @@ def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _blocks_and_norm(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
+def _blocks_and_end(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
+    """The list of blocks and the layer behind which no token is treated by itself any more: the last norm, or the last block
+    where there is none (norms behind each layer, as in BERT)."""
+    found: list[tuple[nn.ModuleList, nn.Module]] = []
     for module in model.modules():
         blocks = [c for c in module.children() if isinstance(c, nn.ModuleList) and len(c)]
         norms = [c for n, c in module.named_children() if n in ("norm", "ln_f", "final_layernorm", "final_layer_norm")]
-        if len(blocks) == 1 and len(norms) == 1:
-            return blocks[0], norms[0]
+        if len(blocks) == 1 and len(norms) <= 1:
+            found.append((blocks[0], norms[0] if norms else blocks[0][-1]))
+    inner = {id(m) for blocks, _ in found for block in blocks for m in block.modules()}
+    found = [(blocks, end) for blocks, end in found if id(blocks) not in inner]
+    if len(found) == 1:
+        return found[0]
     raise ModelError(
-        "tensor_parallel.sequence_parallel: no list of blocks followed by one last norm was found; set it to false"
+        f"tensor_parallel.sequence_parallel: {len(found) or 'no'} lists of blocks were found where there must be one; set it to false"
     )

@@ -174,39 +174,3 @@ class Entry:
         """The module above let go of its input: nobody will ask for it again."""
         if self._last is not None and self._last[0] is dead:
             self._last = None
-
-
-def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, comm: Communicator, ignored: int = -100) -> Tensor:
-    """Sum of cross entropies where each rank has a slice of the vocabulary; logits are never gathered.
-
-    logits [..., V/N] (equal slices in order of rank), targets [...] of the whole vocabulary; returns a scalar in fp32 (fp64),
-    the same on every rank. Sends three numbers a token. Collective.
-    """
-    out: Tensor = _VocabularyLoss.apply(logits.flatten(0, -2), targets.flatten(), comm, ignored)
-    return out
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, comm: Communicator, ignored: int) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top = wide.amax(-1)
-        comm.all_reduce(top, "largest logit", op="max").wait()
-        p = torch.exp(wide - top[:, None])
-        valid = targets != ignored
-        local = targets - comm.rank * logits.shape[1]
-        mine = valid & (local >= 0) & (local < logits.shape[1])
-        local = local.clamp(0, logits.shape[1] - 1)
-        picked = wide.gather(1, local[:, None])[:, 0].masked_fill(~mine, 0.0)
-        sums = torch.stack([p.sum(-1), picked])
-        comm.all_reduce(sums, "sums of the softmax").wait()
-        ctx.save_for_backward(p.div_(sums[0][:, None]), local, mine, valid)
-        ctx.dtype = logits.dtype
-        return ((sums[0].log() + top - sums[1]) * valid).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        p, local, mine, valid = ctx.saved_tensors
-        found = p * valid[:, None]
-        found.scatter_add_(1, local[:, None], -mine[:, None].to(found.dtype))
-        return (found * grad).to(ctx.dtype), None, None, None

@@ -19,10 +19,11 @@ STYLES = {
 FAMILIES: dict[str, dict[str, str]] = {
     "gpt2": {
         "*.h.*.attn.c_attn": "fused", "*.h.*.attn.c_proj": "row", "*.h.*.mlp.c_fc": "column", "*.h.*.mlp.c_proj": "row",
+        "*.wte": "vocabulary", "lm_head": "column_gather",
     },
     "opt": {
         "*.layers.*.self_attn.[qkv]_proj": "column", "*.layers.*.self_attn.out_proj": "row", "*.layers.*.fc1": "column",
-        "*.layers.*.fc2": "row",
+        "*.layers.*.fc2": "row", "*.embed_tokens": "vocabulary", "lm_head": "column_gather",
     },
     "bert": {
         "*.layer.*.attention.self.(query|key|value)": "column", "*.layer.*.attention.output.dense": "row",

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zeroengine.comm.protocol import Communicator
 
 _ATTRIBUTE = "_zero_tensor"
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Part `rank` of `size` along `dim`; with `sections` (a fused q, k, v) that part of each of them."""
+    """Part `rank` of `size` along `dim`; with `sections` (a fused q, k, v) that part of each of them. `comm`: the ranks that
+    have the parts."""
 
     dim: int
     size: int
     rank: int
     sections: int = 1
+    comm: Communicator | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def over(comm: Communicator, dim: int, sections: int = 1) -> TensorShard:
+        """This rank's part, where the ranks of `comm` have one each."""
+        return TensorShard(dim, comm.size, comm.rank, sections, comm)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part, contiguous."""
@@ -40,6 +49,14 @@ class TensorShard:
         cut = [p.chunk(self.sections, self.dim) for p in parts]
         return torch.cat([p[s] for s in range(self.sections) for p in cut], self.dim)
 
+    def gather(self, part: Tensor, subject: str) -> Tensor:
+        """The whole out of this rank's `part` and those of the others. Collective over `comm`."""
+        if self.comm is None:
+            raise ValueError(f"{subject}: this part does not know the ranks that have the others")
+        full = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
+        self.comm.all_gather(full, part.detach().contiguous().view(-1), subject).wait()
+        return self.join(list(full.view(self.size, *part.shape)))
+
 
 def mark_tensor_shard(param: Tensor, shard: TensorShard | None) -> None:
     if shard is not None:
@@ -51,6 +68,19 @@ def mark_tensor_shard(param: Tensor, shard: TensorShard | None) -> None:
 def tensor_shard(param: Tensor) -> TensorShard | None:
     """None for a parameter that the ranks of a tensor group hold whole, and equal."""
     return getattr(param, _ATTRIBUTE, None)
+
+
+def whole_value(param: Tensor, value: Tensor, subject: str) -> Tensor:
+    """`value`, which belongs to `param` here, for the whole parameter: the same object where `param` is no part. Collective over
+    the tensor group."""
+    shard = tensor_shard(param)
+    return value if shard is None else shard.gather(value, subject)
+
+
+def whole_shape(param: Tensor) -> torch.Size:
+    """Shape of the whole parameter of which `param` may be a part."""
+    shard = tensor_shard(param)
+    return param.shape if shard is None else shard.whole_shape(param.shape)
 
 
 def place(
