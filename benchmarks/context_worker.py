@@ -45,9 +45,9 @@ class ContextJob:
         ranks = range(fabric.world_size)
         self.length, self.barrier = length, fabric.communicator("benchmark")
         self.groups = {
-            "zigzag": make_group(fabric, ranks, 1),
-            "contiguous": make_group(fabric, ranks, 1, zigzag=False),
-            "ulysses": make_group(fabric, ranks, len(ranks)),
+            "zigzag": make_group(fabric, ranks, 1, name="zigzag"),
+            "contiguous": make_group(fabric, ranks, 1, zigzag=False, name="contiguous"),
+            "ulysses": make_group(fabric, ranks, len(ranks), name="ulysses"),
         }
         torch.manual_seed(0)
         self.blocks = nn.ModuleList([Block(width, heads, key_heads) for _ in range(layers)])

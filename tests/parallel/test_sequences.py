@@ -92,7 +92,6 @@ def _loader(rank: int, world: int) -> tuple[list[int], int]:
     data = [{"input_ids": torch.full((8,), i), "labels": torch.full((8,), i)} for i in range(16)]
     engine, _, loader, _ = zeroengine.initialize(model=build("llama"), config=sequence("ring", 2, 1), training_data=data)
     ids = [int(i) for made in loader for i in made["input_ids"][:, 0]]
-    engine.train_batch()
     return ids, engine.batch.train
 
 
@@ -116,6 +115,7 @@ def _refused(rank: int, world: int) -> list[str]:
     """What is said about each, and that the model can be given again afterwards."""
     import zeroengine
     from zeroengine.errors import ConfigError, ModelError
+    from zeroengine.pipe import PipelineModule
 
     said = []
     for changes, _ in REFUSED:
@@ -127,6 +127,9 @@ def _refused(rank: int, world: int) -> list[str]:
         said.append(str(refused.value))
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert not any("Parallel" in type(m).__name__ or type(m).__name__.startswith("Column") for m in model.modules())
+    with pytest.raises(ConfigError, match=r"mesh.cp 1 and mesh.tp 2 with 2 pipeline stages"):
+        stages = PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=2)
+        zeroengine.initialize(model=stages, config=settings(1, mesh={"tp": 2}))
     with pytest.raises(ModelError) as other:
         zeroengine.initialize(model=torch.nn.Linear(4, 4), config=settings(1, mesh={"cp": 2}))
     said.append(str(other.value))

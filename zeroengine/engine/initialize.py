@@ -29,6 +29,7 @@ from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.tensor import whole_shape
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -204,8 +205,8 @@ def _scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) ->
 
 def _tell(engine: ZeroEngine) -> None:
     planned = engine.planned_memory()
-    total = sum(p.numel() for p in engine.module.parameters())
-    trainable = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    total = sum(whole_shape(p).numel() for p in engine.module.parameters())
+    trainable = sum(whole_shape(p).numel() for p in engine.module.parameters() if p.requires_grad)
     sizes = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in planned.items())
     log_rank0(
         f"ZeRO stage {engine.zero_optimization_stage()} on {engine.mesh.data_parallel_size} ranks "

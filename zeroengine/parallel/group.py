@@ -64,8 +64,11 @@ class SequenceGroup:
         return over_heads(q, k, v, self.heads, local, subject=subject)
 
 
-def make_group(fabric: Fabric, ranks: Sequence[int], ulysses: int, zigzag: bool = True) -> SequenceGroup:
-    """Streams over `ranks` (ascending) that share a sequence, `ulysses` neighbours trading heads. Collective over `ranks`.
+def make_group(
+    fabric: Fabric, ranks: Sequence[int], ulysses: int, zigzag: bool = True, name: str = "sequence"
+) -> SequenceGroup:
+    """Streams over `ranks` (ascending) that share a sequence, `ulysses` neighbours trading heads; `name` is theirs in `fabric`.
+    Collective over `ranks`.
 
     Raises `ConfigError` if `ulysses` does not divide the number of ranks.
     """
@@ -77,8 +80,8 @@ def make_group(fabric: Fabric, ranks: Sequence[int], ulysses: int, zigzag: bool 
         )
     ring, slot = divmod(list(ranks).index(fabric.rank), ulysses)
     return SequenceGroup(
-        fabric.communicator("sequence heads", ranks[ring * ulysses : (ring + 1) * ulysses]),
-        fabric.communicator("sequence ring", ranks[slot::ulysses]),
+        fabric.communicator(f"{name} heads", ranks[ring * ulysses : (ring + 1) * ulysses]),
+        fabric.communicator(f"{name} ring", ranks[slot::ulysses]),
         zigzag,
     )
 

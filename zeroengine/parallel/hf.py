@@ -49,7 +49,7 @@ class SharedSequences:
         self.group = group
         self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
         self._link = SequenceLink(group)
-        self._open: weakref.ref[Tensor] | None = None  # output of a forward whose layers run again in backward
+        self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._causal_targets = _predicts_next(model)
         register()
@@ -101,22 +101,23 @@ class SharedSequences:
             )
         if targets is not None:
             output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED))
-        if getattr(model, "is_gradient_checkpointing", False) and model.training:
+        if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             self._note_open(output)
         return output
 
     def _note_open(self, output: Any) -> None:
-        found = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
-        if found is not None:
-            found.register_hook(self._close)
-            self._open = weakref.ref(found)
+        found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        for t in found:
+            t.register_hook(self._close)
+        self._open = [weakref.ref(t) for t in found]
 
     def _close(self, grad: Tensor) -> None:
-        self._open = None
+        self._open = []
 
     def _check_open(self, running: RunningBatch) -> None:
         """Layers that are computed again in backward take the layout of the last batch."""
-        if self._open is None or self._open() is None or self._link.batch is None or self._link.batch.same_as(running):
+        alive = any(ref() is not None for ref in self._open)
+        if not alive or self._link.batch is None or self._link.batch.same_as(running):
             return
         raise ModelError(
             "a second batch of another length or with other documents came before the backward of the first, and with gradient "

@@ -81,6 +81,7 @@ class TensorParallel:
         self._random = RandomRegion(comm, device)
         self._entries: dict[str, Entry] = {}
         self._handles: list[Any] = []
+        self._summed: set[int] = set()
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._attributes: list[tuple[nn.Module, str, int | None]] = []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
@@ -93,7 +94,7 @@ class TensorParallel:
                 self._experts_weight(name, params[name], style)
         self._heads(modules)
         if self.loss is not None:
-            model.loss_function = self.loss
+            model.loss_function = self.loss  # type: ignore[assignment]
         if splits:
             self._split_sequence(model)
         self._random.synchronize()
@@ -276,7 +277,8 @@ class TensorParallel:
             self.comm.all_reduce(out, f"gradient of '{name}'").wait()
             return out
 
-        if param.requires_grad:
+        if param.requires_grad and id(param) not in self._summed:  # a norm of heads between split layers is met twice
+            self._summed.add(id(param))
             self._handles.append(param.register_hook(summed))
 
     def _heads(self, modules: dict[str, nn.Module]) -> None:
