@@ -152,16 +152,16 @@ class MeshSection(Section):
     ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
 
 
-SequenceAttention = Annotated[Literal["auto", "ulysses", "ring", "usp"], choice("auto", "ulysses", "ring", "usp")]
+SequenceAttention = Annotated[Literal["ulysses", "ring", "usp"], choice("ulysses", "ring", "usp")]
 SequencePlacement = Annotated[Literal["zigzag", "contiguous"], choice("zigzag", "contiguous")]
 
 
 class SequenceParallelSection(Section):
     """How the `mesh.cp` ranks of a sequence attend to all of it."""
 
-    attention: SequenceAttention = key(
-        "auto",
-        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). auto: what the model is built with, or ulysses.",
+    attention: SequenceAttention | None = key(
+        None,
+        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). null: what the model is built with, or ulysses.",
         ours=True,
     )
     ulysses: PositiveInteger | None = key(None, "Ranks that trade heads, with `usp`; the rest is the ring.", ours=True)

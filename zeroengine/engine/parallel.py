@@ -42,7 +42,7 @@ def share_sequences(
             "a shared sequence; set mesh.cp to 1, or use zeroengine.sequence (DistributedAttention, ring_attention) in the model"
         )
     register()
-    name = f"zero_{section.attention}" if section.attention != "auto" else built or "zero_ulysses"
+    name = f"zero_{section.attention}" if section.attention is not None else built or "zero_ulysses"
     if built is not None and name != built:
         raise ConfigError(
             f'sequence_parallel.attention is "{section.attention}", but the model was built with "{built}"; keep one'
