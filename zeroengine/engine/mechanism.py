@@ -84,18 +84,18 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    pool = BufferPool(groups.grads)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
     sharder = build_sharder(module, built, config)
     gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
+        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
         for b in built.buckets
         if b.trainable and trains
     ]
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, (pool,), gradients, groups, built.masters if trains else {})
 
 
 def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
