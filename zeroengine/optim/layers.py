@@ -40,7 +40,10 @@ class AcrossLayers:
         sums = torch.zeros(2, dtype=torch.float64)
         sums.index_add_(0, torch.tensor(kinds, dtype=torch.int64), squares(values)[0].cpu())
         table = self._control.exchange(sums, "squares of the gradients")
-        mine = table[[self._control.ranks.index(r) for r in self._shard_ranks]].sum(0)
+        if self._shard_ranks != self._control.ranks:
+            place = {r: i for i, r in enumerate(self._control.ranks)}
+            table = table[[place[r] for r in self._shard_ranks]]
+        mine = table.sum(0)
         over = self._tensor.exchange(mine, "squares of the gradients of shared layers")
         total = float(over[:, 0].sum() + over[0, 1])
         return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
