@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(group: WorkerGroup, rounds: int, steps: int) -> dict[str, dict[str, list[Any]]]:
     """By system: `seconds` of a step of the slowest rank, one a round (the first round is not counted); of the last round the
-    `pairs`, `kept` and `peak` of every rank."""
+    `pairs` and `kept` of every rank."""
     found: dict[str, dict[str, list[Any]]] = {system: {"seconds": []} for system in _SYSTEMS}
     for turn in range(rounds + 1):
         for system in rotated(_SYSTEMS, turn):
@@ -62,37 +62,34 @@ def measure(group: WorkerGroup, rounds: int, steps: int) -> dict[str, dict[str, 
             if turn:
                 each = [max(ranks) for ranks in zip(*(a["seconds"] for a in answers), strict=True)]
                 found[system]["seconds"].append(statistics.median(each))
-            for what in ("pairs", "kept", "peak"):
+            for what in ("pairs", "kept"):
                 found[system][what] = [a[what] for a in answers]
     return found
 
 
 def summarize(found: dict[str, dict[str, list[Any]]]) -> dict[str, dict[str, Any]]:
     """By system: median seconds, their ratio to the zigzag, causal work (largest over mean of the ranks), and the largest
-    activation memory of a rank in bytes, as autograd keeps it and as the resident set grew."""
+    activation memory of a rank in bytes."""
     rows = {}
     for system, each in found.items():
-        peaks = [p for p in each["peak"] if p is not None]
         rows[system] = {
             "seconds": statistics.median(each["seconds"]),
             "over_zigzag": paired_ratio(each["seconds"], found["zigzag"]["seconds"]),
             "imbalance": max(each["pairs"]) / statistics.fmean(each["pairs"]),
             "kept": max(each["kept"]),
-            "peak": max(peaks) if peaks else None,
             "raw": each,
         }
     return rows
 
 
 def render(results: dict[int, dict[str, dict[str, Any]]]) -> str:
-    header = ["ranks", "system", "step ms", "÷ zigzag", "work: largest ÷ mean", "kept MiB", "peak MiB"]
+    header = ["ranks", "system", "step ms", "÷ zigzag", "work: largest ÷ mean", "activations MiB"]
     rows = []
     for ranks, systems in results.items():
         for system, r in systems.items():
-            peak = None if r["peak"] is None else r["peak"] / _MIB
             rows.append([
                 str(ranks), system, number(r["seconds"] * 1e3, ".0f"), number(r["over_zigzag"]["median"], ".2f"),
-                number(r["imbalance"], ".3f"), number(r["kept"] / _MIB, ".1f"), number(peak, ".1f"),
+                number(r["imbalance"], ".3f"), number(r["kept"] / _MIB, ".1f"),
             ])  # fmt: skip
     return table(header, rows)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import memory
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.parallel.group import SequenceGroup, make_group
 from zeroengine.parallel.layout import SequenceLayout
@@ -58,23 +57,19 @@ class ContextJob:
 
     def turn(self, system: str, steps: int) -> dict[str, Any]:
         """Seconds of each step, from a barrier to the end on this rank; pairs of tokens that this rank's causal attention
-        computes for a head; bytes that autograd keeps at the end of forward; growth of the resident set at its peak."""
+        computes for a head; bytes that autograd keeps at the end of forward, where activation memory is at its peak."""
         group = self.groups[system]
         layout = group.layout(self.length)
         x = layout.shard(self.x, group.rank).contiguous()
-        seconds, kept, peak = [], 0, None
+        seconds, kept = [], 0
         for _ in range(steps):
             self.blocks.zero_grad()
             self.barrier.barrier("start")
-            before, _ = memory.resident_bytes(), memory.reset_peak()
             start = time.perf_counter()
             kept = self._step(x, group, layout)
             seconds.append(time.perf_counter() - start)
-            after = memory.peak_bytes()
-            if before is not None and after is not None:
-                peak = max(peak or 0, after - before)
         pairs = attention_work(AttentionMask(), layout)[group.ring.rank] // group.heads.size
-        return {"seconds": seconds, "pairs": pairs, "kept": kept, "peak": peak}
+        return {"seconds": seconds, "pairs": pairs, "kept": kept}
 
     def _step(self, x: Tensor, group: SequenceGroup, layout: SequenceLayout) -> int:
         storages: dict[int, int] = {}

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.ranks
 
 
 def test_ratios_and_balance() -> None:
-    each = {"pairs": [10, 30], "kept": [7, 8], "peak": [None, 5]}
+    each = {"pairs": [10, 30], "kept": [7, 8]}
     rows = summarize({"zigzag": {"seconds": [1.0, 2.0], **each}, "ulysses": {"seconds": [2.0, 4.0], **each}})
     assert rows["ulysses"]["over_zigzag"]["median"] == 2.0 and rows["zigzag"]["over_zigzag"]["median"] == 1.0
-    assert rows["zigzag"]["imbalance"] == 1.5 and rows["zigzag"]["kept"] == 8 and rows["zigzag"]["peak"] == 5
+    assert rows["zigzag"]["imbalance"] == 1.5 and rows["zigzag"]["kept"] == 8
 
 
 def test_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
