@@ -115,7 +115,9 @@ class Fabric:
 
         def make() -> None:
             group = self._new_group(name, members, "gloo")
-            connect = partial(self._new_group, f"{name} between hosts", backend="gloo")
+            if len(members) < self.world_size:
+                _forget_addresses(group)
+            connect = partial(self._between_hosts, name)
             found.append((group, self._memory.transport(name, group, members, members.index(self.rank), connect)))
 
         try:
@@ -123,6 +125,12 @@ class Fabric:
         finally:
             lane.close(0.0)
         return found[0]
+
+    def _between_hosts(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        group = self._new_group(f"{name} between hosts", members, "gloo")
+        _forget_addresses(group)
+        dist.barrier(group=group)
+        return group
 
     def _new_group(self, name: str, members: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         make = partial(
@@ -134,3 +142,15 @@ class Fabric:
         )
         # only the members meet; the whole world needs no such exception to torch's rule that all ranks make all groups
         return make() if len(members) == self.world_size else make(use_local_synchronization=True)
+
+
+def _forget_addresses(group: dist.ProcessGroup) -> None:
+    """Takes this rank's address out of the store where the members of a Gloo group have met, once all have connected. Collective;
+    another operation of the group must follow before any of its ranks makes a group.
+
+    torch names a group of some ranks after them and the number of groups that there are. A later group of the same ranks can
+    so get the name of one that has ended, and would connect to the addresses that it finds under it.
+    """
+    dist.barrier(group=group)
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    store.delete_key(f"cpu//0/{dist.get_rank(group)}")

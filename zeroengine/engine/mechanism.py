@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
+from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
@@ -113,10 +115,11 @@ def build_scaler(config: Config) -> LossScaler:
 
 
 def attach_optimizer(
-    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
-) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. A model that is
-    refused is left as it was, and can be given again."""
+    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
+    tensor: Communicator | None = None,
+) -> ZeroOptimizer:  # fmt: skip
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
+    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
     mesh = mechanism.groups
     try:
         attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
@@ -124,6 +127,8 @@ def attach_optimizer(
             attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
             build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
         )  # fmt: skip
+        if tensor is not None:
+            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
     except Exception:
         mechanism.remove()
         raise

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeroengine.checkpoint import agree
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import whole_value
 
 if TYPE_CHECKING:
     from zeroengine.engine.mechanism import Mechanism
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Values are views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of tensor-parallel layers are joined. Values are views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
         slot = slot_of(named[position][1])
         if slot is None:
-            yield named[position][0], named[position][1].data
+            name, p = named[position]
+            yield name, whole_value(p, p.data, name)
             position += 1
             continue
         with mechanism.sharder.gathered([slot.bucket]):
@@ -33,7 +35,8 @@ def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[
                 here = slot_of(named[position][1])
                 if here is None or here.bucket is not slot.bucket:
                     break
-                yield named[position][0], named[position][1].data
+                name, p = named[position]
+                yield name, whole_value(p, p.data, name)
                 position += 1
 
 
