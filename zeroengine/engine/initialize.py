@@ -28,6 +28,7 @@ from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.policy import policy_for
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -152,17 +153,20 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
+    """Refuses places for offloaded state that mean nothing, and says once where a section has no effect."""
     zero = settings.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if section.device == "none":
             continue
-        if section.device == "cpu" and device.type == "cpu":
+        if section.device == "nvme" and not section.nvme_path:
+            raise ConfigError(
+                f"zero_optimization.{name}.device is nvme and {name}.nvme_path is missing; give the folder for its files, on a "
+                "local disk"
+            )
+        if name == "offload_param" and not policy_for(zero.stage).shard_params:
+            log_once(f"zero_optimization.offload_param has no effect at stage {zero.stage}: values are whole between uses")
+        elif section.device == "cpu" and device.type == "cpu":
             log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
-            continue
-        raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
-            "remove the section"
-        )
 
 
 def _check_folders(settings: Config) -> None:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError, ReleasedParameterError
+from zeroengine.offload.home import at_hand
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
@@ -132,6 +133,7 @@ class Sharder:
         self._leaves = leaves or {}
         self._units = gather_units(buckets, self._leaves)
         self._unit_of = {bucket.index: i for i, unit in enumerate(self._units) for bucket in unit}
+        self._far = any(not b.home.in_memory for b in buckets)
         self._last: tuple[str, int] | None = None  # the use before: phase and unit
         self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
@@ -170,11 +172,20 @@ class Sharder:
         for b in unit:
             b.wait()
             self._remember(b)
+        if self._far:
+            self._read_ahead(phase)
+
+    def _read_ahead(self, phase: str) -> None:
+        """What lives on a disk and is used after what is gathered already comes into host memory."""
+        for i in self._window.upcoming(phase):
+            for b in self._units[i]:
+                if b.residency is Residency.RELEASED:
+                    b.home.ahead()
 
     def edited(self, bucket: Bucket) -> None:
         """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
         if bucket.full is not None and bucket.policy.shard_params:
-            bucket.shard.copy_(bucket.full[bucket.own])
+            bucket.store(bucket.full)
         bucket.version += 1
         bucket.forget_edit()
         if self.on_edit is not None:
@@ -184,7 +195,8 @@ class Sharder:
         """What was written into gathered values of `buckets` is given up."""
         for bucket in buckets:
             if bucket.full is not None and bucket.policy.shard_params:
-                bucket.full[bucket.own].copy_(bucket.shard)
+                with at_hand(bucket.home, changed=False):
+                    bucket.full[bucket.own].copy_(bucket.shard)
                 bucket.forget_edit()
 
     def release_all(self) -> None:

@@ -1,0 +1,201 @@
+"""Where each bucket's values, masters and optimizer state live between uses: the one place that knows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.offload.buffers import Allocate, Buffers, host_bytes, pinned_bytes
+from zeroengine.offload.faults import Faults
+from zeroengine.offload.folder import RankFolder
+from zeroengine.offload.home import Home, Memory
+from zeroengine.offload.link import DeviceLink, on_host
+from zeroengine.offload.store import DiskStore
+from zeroengine.ops.aio import FileIO, file_io
+
+Tier = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class OffloadRule:
+    """Where one kind of state lives: `none` is the device that computes.
+
+    `ratio`: share of it that leaves the device, in whole buckets. `resident`: elements that stay in host memory though the
+    tier is `nvme`. `claim`: the disk's space is claimed at the start.
+    """
+
+    tier: Tier = "none"
+    folder: str | None = None
+    pin: bool = True
+    buffers: int = 4
+    ratio: float = 1.0
+    resident: int = 0
+    read_ahead: bool = True
+    write_behind: bool = True
+    claim: bool = True
+
+
+@dataclass(frozen=True)
+class FileRule:
+    """How files are accessed: `requests` blocks of `block` bytes in flight."""
+
+    block: int = 1 << 20
+    requests: int = 8
+
+
+class Placement:
+    """Answers for every bucket of one model where its values and its state live, and owns what brings them.
+
+    On the CPU the tier `cpu` is the device itself. All ranks decide alike.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, state: OffloadRule, values: OffloadRule, files: FileRule | None = None
+    ) -> None:
+        self.device = device
+        self.state_rule, self.values_rule = state, values
+        self.link = DeviceLink(device, state.pin or values.pin)
+        self.faults = Faults()
+        self._rank = rank
+        self._files = files or FileRule()
+        self._io: FileIO | None = None
+        self._stores: dict[str, DiskStore] = {}
+        self._homes: dict[int, Home] = {}
+        self._on_host: set[int] = set()  # buckets
+        self._seen = self._moved = self._resident = 0  # elements
+
+    @staticmethod
+    def on_device(device: torch.device) -> Placement:
+        """Everything stays where it is computed."""
+        return Placement(device, 0, OffloadRule(), OffloadRule())
+
+    # --- values of sharded parameters -----------------------------------------------------------------------------
+
+    def values(self, subject: str, shard: Tensor, members: Callable[[], Iterable[Tensor]], allocate: Allocate) -> tuple[Tensor, Home]:
+        """The tensor that a bucket keeps as its shard in place of `shard`, and its home. `allocate`: memory that the bucket's
+        communicator moves best."""
+        rule = self.values_rule
+        if rule.tier == "none":
+            return shard, Memory()
+        if shard.device.type != "cpu":
+            shard = on_host(shard, rule.pin)
+        self._resident += shard.numel()
+        if rule.tier == "cpu" or self._resident <= rule.resident:
+            return shard, Memory()
+        if self.device.type != "cpu":
+            allocate = self._host_memory
+        return shard, self._store("params", rule, allocate).record(subject, members)
+
+    # --- masters and optimizer state ------------------------------------------------------------------------------
+
+    def choose(self, index: int, numel: int, subject: str) -> bool:
+        """Decides for bucket `index` of `numel` elements whether its state leaves the device. Once for each, in order."""
+        rule = self.state_rule
+        self._seen += numel
+        away = rule.tier != "none" and self._moved + numel / 2 <= rule.ratio * self._seen
+        if away:
+            self._moved += numel
+            self._on_host.add(index)
+        if away and rule.tier == "nvme":
+            self._homes[index] = self._store("optimizer", rule, self._host_memory).record(subject, tuple)
+        return away
+
+    def state(self, index: int) -> Home:
+        """The home of masters and state of bucket `index`."""
+        return self._homes.get(index) or Memory()
+
+    def on_host(self, index: int) -> bool:
+        """Whether bucket `index` is updated on the host, apart from the device that computes."""
+        return self.device.type != "cpu" and index in self._on_host
+
+    def more_state(self, subject: str, members: Callable[[], Iterable[Tensor]]) -> Home:
+        """A home for state that belongs to no bucket."""
+        rule = self.state_rule
+        if rule.tier != "nvme" or rule.ratio == 0:
+            return Memory()
+        return self._store("optimizer", rule, self._host_memory).record(subject, members)
+
+    def reserve(self, state_records: list[int]) -> None:
+        """Sets aside what is needed: host buffers, and the disk's space where it is claimed. `state_records`: bytes that the
+        records of masters and state will have. Raises OffloadError."""
+        for name, rule, sizes in (
+            ("optimizer", self.state_rule, [n for n in state_records if n]), ("params", self.values_rule, []),
+        ):  # fmt: skip
+            store = self._stores.get(name)
+            if store is not None:
+                store.flush()
+                sizes = sizes or [r.nbytes for r in store.records]
+                store.reserve(max(sizes, default=0), sum(sizes) if rule.claim else 0)
+
+    # --- everything -----------------------------------------------------------------------------------------------
+
+    @property
+    def stores(self) -> list[DiskStore]:
+        return list(self._stores.values())
+
+    def agree(self, control: Communicator, doing: str, remedy: str = "") -> None:
+        """See `Faults.agree`. Costs nothing where no disk is used."""
+        if self.uses_disk:
+            self.faults.agree(control, doing, remedy)
+
+    @property
+    def uses_disk(self) -> bool:
+        return "nvme" in (self.state_rule.tier, self.values_rule.tier)
+
+    @contextlib.contextmanager
+    def exposed(self, write: bool) -> Iterator[None]:
+        """Context in which everything on disk can be read (with `write`: written) as if it were in memory; see
+        `DiskStore.exposed`."""
+        with contextlib.ExitStack() as stack:
+            for store in self._stores.values():
+                stack.enter_context(store.exposed(write))
+            yield
+
+    def disk_bytes(self) -> int:
+        return sum(s.bytes() for s in self._stores.values())
+
+    def state_bytes_away(self) -> int:
+        """Bytes of masters and optimizer state on disk."""
+        return self._stores["optimizer"].bytes() if "optimizer" in self._stores else 0
+
+    def staging_bytes(self) -> int:
+        """Bytes of host buffers that data passes through."""
+        return sum(s.buffers.bytes() for s in self._stores.values()) + self.link.bytes()
+
+    def close(self) -> None:
+        """Removes the files."""
+        for store in self._stores.values():
+            store.close()
+        for folder in {id(s.folder): s.folder for s in self._stores.values()}.values():
+            folder.remove()
+        self._stores.clear()
+        io, self._io = self._io, None
+        if io is not None:
+            io.close()
+
+    def _host_memory(self, nbytes: int) -> Tensor:
+        pin = self.state_rule.pin and self.device.type != "cpu"
+        return pinned_bytes(nbytes) if pin else host_bytes(nbytes)
+
+    def _store(self, name: str, rule: OffloadRule, allocate: Allocate) -> DiskStore:
+        if name not in self._stores:
+            if self._io is None:
+                self._io = file_io(self._files.requests, self._files.block)
+            folder = self._folder(rule.folder or "")
+            buffers = Buffers(rule.buffers, allocate)
+            self._stores[name] = DiskStore(
+                folder, f"{name}.bin", self._io, buffers, read_ahead=rule.read_ahead, write_behind=rule.write_behind
+            )
+        return self._stores[name]
+
+    def _folder(self, base: str) -> RankFolder:
+        for store in self._stores.values():
+            if store.folder.asked == base:
+                return store.folder
+        return RankFolder(base, self._rank)
