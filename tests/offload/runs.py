@@ -44,9 +44,10 @@ class Plan:
 
 
 class Slow(torch.optim.AdamW):
-    """A class that is not known: whole parameters."""
+    """A class that is not known to be element-wise: whole parameters."""
 
     elementwise = False
+    steps_apart = True
 
 
 FACTORIES: dict[str, Any] = {

@@ -16,6 +16,7 @@ from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.parking import OffloadMethods
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
@@ -26,7 +27,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -87,6 +88,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
+        self.mechanism.placement.check_here()
         if torch.is_grad_enabled() and not in_backward() and self.optimizer is not None:
             self.mechanism.sharder.end_backward()
             self.mechanism.reducer.next_micro_batch()
@@ -328,6 +330,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        self.reload_states()
         self._begin_hook.remove()
         self.mechanism.remove()
         self.mechanism.optimizer = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +42,18 @@ class Mechanism:
     masters: dict[int, Tensor]  # fp32 values of 16-bit buckets, until the optimizer takes them
     placement: Placement
     optimizer: ZeroOptimizer | None = None
+
+    @contextlib.contextmanager
+    def exposed(self, *, write: bool) -> Iterator[None]:
+        """Context in which everything that this rank holds is read (with `write`: replaced) as if it were in memory. Raises
+        `OffloadError` on all ranks. Collective where a disk is used."""
+        self.placement.check_here()
+        if not write and self.optimizer is not None:
+            self.optimizer.check_untorn()
+        with self.placement.exposed(self.groups.control, write=write):
+            yield
+        if write and self.optimizer is not None:
+            self.optimizer.torn = None
 
     def remove(self) -> None:
         """Gives the model back its parameters. Collective."""

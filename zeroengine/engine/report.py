@@ -10,10 +10,11 @@ from zeroengine.offload.buffers import padded, rounded
 from zeroengine.optim.state import moments
 from zeroengine.zero.residency import slot_of
 
+
 def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes that this rank holds now, by kind: parameters (values at rest), gradients, optimizer (masters and state),
     working (gathered values, buffers in the pools), buffers (the model's), disk (parameters, masters and state in files, which
-    are not in the kinds before), staging (host buffers between files and the rest, and between host and accelerator)."""
+    are not in the kinds before), host (what `offload_states` moved off an accelerator), staging (host buffers between files and the rest, and between host and accelerator)."""
     placement = mechanism.placement
     parameters = sum(
         (b.shard.nbytes if b.home.in_memory else 0) if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets
@@ -23,7 +24,7 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     pools = sum(pool.bytes() for pool in mechanism.pools)
     for comm in mechanism.groups.all:
         pools += int(getattr(comm, "pool_bytes", int)())
-    return {
+    found = {
         "parameters": parameters,
         "gradients": sum(g.bytes() for g in mechanism.gradients),
         "optimizer": mechanism.optimizer.bytes() if mechanism.optimizer is not None else 0,
@@ -32,6 +33,13 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
         "disk": placement.disk_bytes(),
         "staging": placement.staging_bytes(),
     }
+    parked = placement.parked
+    if parked is not None:
+        for lot in parked.lots:
+            found[lot.kind] -= lot.nbytes
+        where = "disk" if parked.tier == "nvme" else "host"
+        found[where] = found.get(where, 0) + parked.total
+    return found
 
 
 def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:

@@ -16,6 +16,7 @@ from zeroengine.offload.faults import Faults
 from zeroengine.offload.folder import RankFolder
 from zeroengine.offload.home import Home, Memory
 from zeroengine.offload.link import DeviceLink, on_host
+from zeroengine.offload.parked import Parked
 from zeroengine.offload.store import DiskStore
 from zeroengine.ops.aio import FileIO, file_io
 
@@ -62,6 +63,7 @@ class Placement:
         self.state_rule, self.values_rule = state, values
         self.link = DeviceLink(device, state.pin or values.pin)
         self.faults = Faults()
+        self.parked: Parked | None = None  # what `engine.offload_states` moved away as a whole
         self._rank = rank
         self._files = files or FileRule()
         self._io: FileIO | None = None
@@ -75,11 +77,25 @@ class Placement:
         """Everything stays where it is computed."""
         return Placement(device, 0, OffloadRule(), OffloadRule())
 
+    def open(self, control: Communicator, params: Communicator) -> None:
+        """Makes the folders and files that the rules ask for. `params` moves the values. Raises OffloadError on all ranks.
+        Collective where a disk is used."""
+        room = torch.empty(0, dtype=torch.uint8)
+
+        def shared(nbytes: int) -> Tensor:
+            return params.empty(nbytes, room)
+
+        with self.faults.kept():
+            if self.state_rule.tier == "nvme":
+                self._open("optimizer", self.state_rule, self._host_memory)
+            if self.values_rule.tier == "nvme":
+                self._open("params", self.values_rule, shared if self.device.type == "cpu" else self._host_memory)
+        self.agree(control, "making files for offloaded state")
+
     # --- values of sharded parameters -----------------------------------------------------------------------------
 
-    def values(self, subject: str, shard: Tensor, members: Callable[[], Iterable[Tensor]], allocate: Allocate) -> tuple[Tensor, Home]:
-        """The tensor that a bucket keeps as its shard in place of `shard`, and its home. `allocate`: memory that the bucket's
-        communicator moves best."""
+    def values(self, subject: str, shard: Tensor, members: Callable[[], Iterable[Tensor]]) -> tuple[Tensor, Home]:
+        """The tensor that a bucket keeps as its shard in place of `shard`, and its home."""
         rule = self.values_rule
         if rule.tier == "none":
             return shard, Memory()
@@ -88,9 +104,7 @@ class Placement:
         self._resident += shard.numel()
         if rule.tier == "cpu" or self._resident <= rule.resident:
             return shard, Memory()
-        if self.device.type != "cpu":
-            allocate = self._host_memory
-        return shard, self._store("params", rule, allocate).record(subject, members)
+        return shard, self._stores["params"].record(subject, members)
 
     # --- masters and optimizer state ------------------------------------------------------------------------------
 
@@ -103,7 +117,7 @@ class Placement:
             self._moved += numel
             self._on_host.add(index)
         if away and rule.tier == "nvme":
-            self._homes[index] = self._store("optimizer", rule, self._host_memory).record(subject, tuple)
+            self._homes[index] = self._stores["optimizer"].record(subject, tuple)
         return away
 
     def state(self, index: int) -> Home:
@@ -119,7 +133,7 @@ class Placement:
         rule = self.state_rule
         if rule.tier != "nvme" or rule.ratio == 0:
             return Memory()
-        return self._store("optimizer", rule, self._host_memory).record(subject, members)
+        return self._stores["optimizer"].record(subject, members)
 
     def reserve(self, state_records: list[int]) -> None:
         """Sets aside what is needed: host buffers, and the disk's space where it is claimed. `state_records`: bytes that the
@@ -139,6 +153,11 @@ class Placement:
     def stores(self) -> list[DiskStore]:
         return list(self._stores.values())
 
+    def check_here(self) -> None:
+        """Raises OffloadError while states are away as a whole."""
+        if self.parked is not None:
+            raise self.parked.error()
+
     def agree(self, control: Communicator, doing: str, remedy: str = "") -> None:
         """See `Faults.agree`. Costs nothing where no disk is used."""
         if self.uses_disk:
@@ -149,13 +168,20 @@ class Placement:
         return "nvme" in (self.state_rule.tier, self.values_rule.tier)
 
     @contextlib.contextmanager
-    def exposed(self, write: bool) -> Iterator[None]:
+    def exposed(self, control: Communicator, *, write: bool) -> Iterator[None]:
         """Context in which everything on disk can be read (with `write`: written) as if it were in memory; see
-        `DiskStore.exposed`."""
-        with contextlib.ExitStack() as stack:
-            for store in self._stores.values():
-                stack.enter_context(store.exposed(write))
+        `DiskStore.exposed`. Raises `OffloadError` on all ranks; collective where a disk is used."""
+        stack = contextlib.ExitStack()
+        try:
+            with self.faults.kept():
+                for store in self._stores.values():
+                    stack.enter_context(store.exposed(write))
+            self.agree(control, "bringing what is on disk within reach")
             yield
+        finally:
+            with self.faults.kept():
+                stack.close()
+        self.agree(control, "storing what was loaded")
 
     def disk_bytes(self) -> int:
         return sum(s.bytes() for s in self._stores.values())
@@ -170,6 +196,8 @@ class Placement:
 
     def close(self) -> None:
         """Removes the files."""
+        if self.parked is not None:
+            self.parked.close()
         for store in self._stores.values():
             store.close()
         for folder in {id(s.folder): s.folder for s in self._stores.values()}.values():
@@ -183,19 +211,24 @@ class Placement:
         pin = self.state_rule.pin and self.device.type != "cpu"
         return pinned_bytes(nbytes) if pin else host_bytes(nbytes)
 
-    def _store(self, name: str, rule: OffloadRule, allocate: Allocate) -> DiskStore:
-        if name not in self._stores:
-            if self._io is None:
-                self._io = file_io(self._files.requests, self._files.block)
-            folder = self._folder(rule.folder or "")
-            buffers = Buffers(rule.buffers, allocate)
-            self._stores[name] = DiskStore(
-                folder, f"{name}.bin", self._io, buffers, read_ahead=rule.read_ahead, write_behind=rule.write_behind
-            )
-        return self._stores[name]
+    def io(self) -> FileIO:
+        """The threads that read and write files."""
+        if self._io is None:
+            self._io = file_io(self._files.requests, self._files.block)
+        return self._io
+
+    def folder(self, base: str) -> RankFolder:
+        """A folder of this process below `base`. Raises OffloadError."""
+        return RankFolder(base, self._rank)
+
+    def _open(self, name: str, rule: OffloadRule, allocate: Allocate) -> None:
+        self._stores[name] = DiskStore(
+            self._folder(rule.folder or ""), f"{name}.bin", self.io(), Buffers(rule.buffers, allocate),
+            read_ahead=rule.read_ahead, write_behind=rule.write_behind,
+        )  # fmt: skip
 
     def _folder(self, base: str) -> RankFolder:
         for store in self._stores.values():
             if store.folder.asked == base:
                 return store.folder
-        return RankFolder(base, self._rank)
+        return self.folder(base)

@@ -112,6 +112,7 @@ class Record:
             self._start_write()
             if not self._store.write_behind:
                 self._store.finish(self)
+                self._store.check_writes()
         else:
             self._hide()
             self._give_back()
@@ -188,6 +189,13 @@ class Record:
             self._end_read()
             self._give_back()
 
+    def abandon(self) -> list[tuple[int, int]]:
+        """Gives up buffer and file; the tensors have no values any more. Returns the ranges (offset, bytes) of the file."""
+        if self._buffer is not None:
+            self._give_back()
+        chunks, self._chunks = self._chunks, []
+        return [(chunk.offset, chunk.nbytes) for chunk in chunks]
+
     def retry(self) -> None:
         """Begins the write that failed again."""
         if self.state is State.KEPT:
@@ -262,9 +270,9 @@ class Record:
         with torch.inference_mode(False):
             for chunk in self._chunks:
                 for t, _ in chunk.places:
-                    t.data = _stub(t)
+                    t.data = stub(t)
             for view, _, _ in self._aliases:
-                view.data = _stub(view)
+                view.data = stub(view)
 
     # --- the mapped file ------------------------------------------------------------------------------------------
 
@@ -311,7 +319,7 @@ class Record:
             self._give_back()
 
 
-def _stub(t: Tensor) -> Tensor:
+def stub(t: Tensor) -> Tensor:
     """One element (NaN where the type has one) that looks like `t`, and cannot be written."""
     fill = float("nan") if t.is_floating_point() or t.is_complex() else 0
     return torch.full((1,) * t.dim(), fill, dtype=t.dtype, device=t.device).expand(t.shape)

@@ -32,7 +32,8 @@ class DiskStore:
     """Records in `<folder>/<name>`. One thread uses it.
 
     Reads are begun ahead of their use and writes go on after it, as far as `buffers` allow and unless `read_ahead` or
-    `write_behind` say no. An error of a write behind is raised by the next call that waits for it.
+    `write_behind` say no. What a write that failed should have stored stays in its buffer, and its error in `failed` until
+    `check` or `flush` raises it.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class DiskStore:
         self.coming: list[Record] = []  # reads ahead of their use, nearest first
         self.exposing = False
         self.moved = {"read": 0, "written": 0}  # bytes, since the store was made
+        self.failed: OffloadError | None = None
         self._end = 0
+        self._free: dict[int, list[int]] = {}  # offsets of ranges, by size
         self.fd, self.direct = self._open()
 
     def _open(self) -> tuple[int, bool]:
@@ -92,9 +95,23 @@ class DiskStore:
 
     def extent(self, nbytes: int) -> int:
         """Offset in the file of a range for `nbytes`."""
+        size = -(-nbytes // _EXTENT) * _EXTENT
+        if self._free.get(size):
+            return self._free[size].pop()
         at = self._end
-        self._end += -(-nbytes // _EXTENT) * _EXTENT
+        self._end += size
         return at
+
+    def release(self, record: Record) -> None:
+        """Forgets a record; its place in the file is for the next one of the size."""
+        if self.fd < 0 or record not in self.records:
+            return
+        if record in self.going:
+            self.finish(record)
+        record.drop()
+        self.records.remove(record)
+        for offset, nbytes in record.abandon():
+            self._free.setdefault(-(-nbytes // _EXTENT) * _EXTENT, []).append(offset)
 
     def bytes(self) -> int:
         """Bytes of tensors in the file."""
@@ -131,22 +148,27 @@ class DiskStore:
     def finish(self, record: Record) -> None:
         """Waits for the write of `record`."""
         self.going.remove(record)
-        record.written()
+        try:
+            record.written()
+        except OffloadError as error:
+            self.failed = self.failed or error
 
     def flush(self) -> None:
         """Waits for all writes. Raises OffloadError for one that failed, after all are over."""
-        failed: OffloadError | None = None
         while self.going:
-            try:
-                self.finish(self.going[0])
-            except OffloadError as error:
-                failed = failed or error
+            self.finish(self.going[0])
+        self.check_writes()
+
+    def check_writes(self) -> None:
+        """Raises OffloadError for a write that is over and failed, once."""
+        failed, self.failed = self.failed, None
         if failed is not None:
             raise failed
 
     def check(self) -> None:
         """Ends the writes that are over, and looks whether the file is still there. Raises OffloadError."""
         self.reap()
+        self.check_writes()
         if not os.fstat(self.fd).st_nlink or not self.folder.there():
             raise self.error("find", "offloaded state", errno.ENOENT)
 

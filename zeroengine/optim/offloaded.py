@@ -36,9 +36,9 @@ class AwayUpdate:
         self._optimizer = optimizer
         self._check(whole)
         for master in self.masters:
-            master.owns_state(self._state)
+            master.owns_state(self.state)
         if whole is not None:
-            whole.owns_state(self._state)
+            whole.owns_state(self.state)
 
     def _check(self, whole: WholeUpdate | None) -> None:
         name, cls = type(self._optimizer).__name__, type(self._optimizer)
@@ -56,7 +56,7 @@ class AwayUpdate:
                 "do here; use an element-wise optimizer (AdamW, SGD, Lion, ...), or remove the section"
             )
 
-    def _state(self, view: Tensor) -> list[Tensor]:
+    def state(self, view: Tensor) -> list[Tensor]:
         """What the optimizer keeps for a part, step counts and the like aside."""
         return [v for v in self._optimizer.state.get(view, {}).values() if isinstance(v, Tensor) and v.dim()]
 
@@ -81,8 +81,15 @@ class AwayUpdate:
                     written = self._step(master, used, factor, reduced)
                     if not master.apart:
                         master.settle(written)
+            self.check_writes()
             if not master.apart:
                 master.announce()
+
+    def check_writes(self) -> None:
+        """What could not be stored is a fault: going on would take more and more memory."""
+        for store in self.placement.stores:
+            with self.placement.faults.kept():
+                store.check_writes()
 
     def finish(self) -> None:
         """Publishes what `run` left to be published."""
@@ -93,6 +100,7 @@ class AwayUpdate:
                 with self.placement.faults.kept(), master.at_hand(changed=True):
                     master.settle(written=False)
             master.announce()
+        self.check_writes()
 
     def _step(self, master: FlatMaster, used: frozenset[str], factor: float, reduced: Tensor) -> bool:
         """Updates the flat parts of one bucket. Returns whether the values were written as well."""

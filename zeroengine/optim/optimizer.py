@@ -149,6 +149,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
             )
+        self.placement.check_here()
         self.check_untorn()
         self._sharder.verify()
         self._sharder.end_backward()
@@ -324,6 +325,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.parts.whole is not None:
             for view, spec in self.parts.whole.owned():
                 yield view, Piece(spec.name, spec.shape, 0, torch.empty(0))
+
+    def state_of(self, view: nn.Parameter) -> list[Tensor]:
+        """What the inner optimizer keeps for a part or a whole parameter, step counts and the like aside."""
+        return self._away.state(view)
 
     def make_state(self) -> None:
         """Lets the inner optimizer make the state that it lacks, by a step that changes nothing."""

@@ -139,6 +139,12 @@ class FlatMaster:
         """What the optimizer knows the flat parts by."""
         return [part.view for index, parts in self.parts.items() if index not in self.apart for part in parts]
 
+    def repoint(self) -> None:
+        """The parts are views of `flat`, whose memory was exchanged."""
+        for parts in self.parts.values():
+            for part in parts:
+                part.view.data = self.flat.data[part.at : part.at + part.view.numel()].view(part.view.shape)
+
     def unlink(self) -> None:
         for parts in self.parts.values():
             for part in parts:

@@ -90,10 +90,7 @@ class Bucket:
         like = full.new_empty(0, dtype=self.dtype)
         if self.policy.shard_params:
             shard = self.comm.empty(self.layout.shard_numel, like).copy_(full[self.own])
-            room = torch.empty(0, dtype=torch.uint8)
-            self.shard, self.home = self.placement.values(
-                self.subject, shard, lambda: [self.shard], lambda nbytes: self.comm.empty(nbytes, room)
-            )
+            self.shard, self.home = self.placement.values(self.subject, shard, lambda: [self.shard])
             with self.placement.faults.kept(), at_hand(self.home, changed=True):
                 pass  # out of memory, if it does not live there
             hide(self.params)
@@ -115,8 +112,13 @@ class Bucket:
                 # The others must hear of it: another subject than theirs ends the gather on all ranks.
                 self._unread, shard = error, self.full.new_zeros(self.layout.shard_numel)
                 told = f" <{str(error)[:_TOLD]}> {_UNREAD}"
-            self._work = self.comm.all_gather(self.full, shard, self.subject + told)
             self.residency = Residency.GATHERING
+            try:
+                self._work = self.comm.all_gather(self.full, shard, self.subject + told)
+            except DivergenceError as error:  # of an operation before this one
+                told_of = self._told(error)
+                self._return()
+                raise told_of from error
 
     def publish(self) -> None:
         """The slices changed: issues the all-gather of values that are kept whole; a sharded bucket only counts the change."""
@@ -150,26 +152,33 @@ class Bucket:
 
     def _end_work(self) -> None:
         work, self._work = self._work, None
-        lent, self._lent = self._lent, False
-        unread, self._unread = self._unread, None
         if work is None:
             return
         try:
             work.wait()
+            if self._unread is not None:  # there is no other rank
+                raise self._unread
         except DivergenceError as error:
-            if unread is not None:
-                raise unread from error
-            told = re.search(f"<([^<>]*)> {re.escape(_UNREAD)}", str(error))
-            if told is not None:
-                raise OffloadError(f"{self.subject}: values that another rank could not read: {told.group(1)}") from error
-            if self.residency is Residency.GATHERING:
-                raise DivergenceError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
-            raise
+            raise self._told(error) from error
         finally:
-            if lent:
-                self.home.put(changed=False)
-        if unread is not None:  # there is no other rank
-            raise unread
+            self._return()
+
+    def _return(self) -> None:
+        """The gather does not read the shard any more."""
+        lent, self._lent, self._unread = self._lent, False, None
+        if lent:
+            self.home.put(changed=False)
+
+    def _told(self, error: DivergenceError) -> Exception:
+        """What a divergence means here."""
+        if self._unread is not None:
+            return self._unread
+        told = re.search(f"<([^<>]*)> {re.escape(_UNREAD)}", str(error))
+        if told is not None:
+            return OffloadError(f"{self.subject}: another rank could not read its values: {told.group(1)}")
+        if self.residency is Residency.GATHERING:
+            return DivergenceError(f"{str(error).rstrip('.')}. {_REMEDY}")
+        return DivergenceError(str(error))
 
     # --- edits by the user ----------------------------------------------------------------------------------------
 

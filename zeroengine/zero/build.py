@@ -129,6 +129,7 @@ def build_buckets(
 ) -> Built:
     """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Without `trains` there are no
     masters. Collective."""
+    placement.open(groups.control, groups.params)
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
     units: dict[str, list[int]] = {}

@@ -232,6 +232,8 @@ class Sharder:
     @contextlib.contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
         """Keeps the values of `buckets` whole inside the context. Collective."""
+        for b in buckets:
+            b.placement.check_here()
         buckets = [b for b in buckets if b.policy.shard_params]
         for b in buckets:
             b.gather()
@@ -269,6 +271,7 @@ class Sharder:
         if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
             return False
         bucket: Bucket = slot.bucket
+        bucket.placement.check_here()
         bucket.release()
         bucket.write(slot.index, values)
         return True
@@ -282,6 +285,7 @@ class Sharder:
             yield
             return
         bucket: Bucket = slot.bucket
+        bucket.placement.check_here()
         if not self._frames and not in_backward():
             raise ReleasedParameterError(
                 f"parameter '{slot.name}' is sharded and its values are not gathered here ({function}). Read or edit it "
