@@ -75,12 +75,12 @@ class _Ours:
         self.io = file_io(8, _MIB)
         self.memory = host_bytes(mib * _MIB).random_(0, 256)
         self.sums = sums_for(mib * _MIB, _MIB)
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self.file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600), "r+b", buffering=0)
 
     def move(self, *, writes: bool) -> None:
         from zeroengine.ops.aio import READ, WRITE
 
-        self.io.begin(WRITE if writes else READ, self.fd, self.memory, 0, self.sums).wait()
+        self.io.begin(WRITE if writes else READ, self.file, self.memory, 0, self.sums).wait()
 
 
 def measure_disk(folder: Path, mib: int, rounds: int) -> dict[str, dict[str, Any]]:

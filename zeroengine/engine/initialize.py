@@ -18,6 +18,7 @@ from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.memory import check_memory
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
@@ -112,6 +113,11 @@ def _initialize(
     zero_optimizer = None
     if source is not None:
         zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+        try:
+            check_memory(model, mechanism)
+        except Exception:
+            mechanism.remove()
+            raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once
+from zeroengine.offload.activations import ActivationsOnDisk, ActivationsOnHost
 from zeroengine.offload.link import on_host
 from zeroengine.offload.parked import Lot, Parked
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.residency import hide, show
+from zeroengine.zero.residency import ReleasedParameter, hide, show
 
 if TYPE_CHECKING:
     from zeroengine.config import Config
@@ -30,6 +32,7 @@ _GRADIENTS = ("lp_grads", "contiguous_grad_buffer")
 class OffloadMethods:
     """Methods of `ZeroEngine` that free its device between phases of a program."""
 
+    module: nn.Module
     mechanism: Mechanism
     settings: Config
 
@@ -49,8 +52,7 @@ class OffloadMethods:
         placement.check_here()
         if mechanism.reducer.unfinished:
             raise ModelError("offload_states between backward and step would lose gradients; call it after engine.step()")
-        section = self.settings.zero_optimization
-        folder = nvme_path or section.offload_optimizer.nvme_path or section.offload_param.nvme_path
+        folder = nvme_path or self._nvme_path()
         if tier not in ("cpu", "nvme") or (tier == "nvme" and not folder):
             raise ConfigError(f"offload_states: device is {tier!r}; it is 'cpu', or 'nvme' with nvme_path=...")
         if tier == "cpu" and placement.device.type == "cpu":
@@ -74,6 +76,28 @@ class OffloadMethods:
                 g.free()
         _hide_values(mechanism, kinds, parked)
         placement.faults.agree(mechanism.groups.control, "offload_states", "Call engine.reload_states() to go on without")
+
+    def offload_activations(
+        self, device: Any = "cpu", nvme_path: str | None = None, least_bytes: int = 1 << 20, buffer_count: int = 4,
+        pin_memory: bool = True,
+    ) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+        """Context for forward: what autograd saves in it, `least_bytes` and larger, waits for backward on the host ("cpu") or on a
+        disk ("nvme", with `nvme_path` or that of the config), through `buffer_count` host buffers. Weights stay. Around segments
+        recomputed by `torch.utils.checkpoint(..., use_reentrant=True)` it moves their inputs. On a run whose device is the CPU,
+        "cpu" moves nothing. Raises `ConfigError`; `OffloadError` where the disk fails, then or in backward."""
+        tier = str(getattr(device, "value", device))
+        folder, placement = nvme_path or self._nvme_path(), self.mechanism.placement
+        keep: list[Tensor] = [p for p in self.module.parameters() if not isinstance(p, ReleasedParameter)]
+        keep += [b.full for b in self.mechanism.buckets if b.full is not None]
+        if tier == "cpu":
+            return ActivationsOnHost(keep, least_bytes, pin_memory) if placement.device.type != "cpu" else contextlib.nullcontext()
+        if tier != "nvme" or not folder:
+            raise ConfigError(f"offload_activations: device is {tier!r}; it is 'cpu', or 'nvme' with nvme_path=...")
+        return ActivationsOnDisk(placement.activation_store(folder, buffer_count), keep, least_bytes)
+
+    def _nvme_path(self) -> str | None:
+        zero = self.settings.zero_optimization
+        return zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Brings back what `offload_states` moved; nothing if it did not. Raises `OffloadError` on all ranks. Collective."""

@@ -14,7 +14,8 @@ from zeroengine.zero.residency import slot_of
 def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes that this rank holds now, by kind: parameters (values at rest), gradients, optimizer (masters and state),
     working (gathered values, buffers in the pools), buffers (the model's), disk (parameters, masters and state in files, which
-    are not in the kinds before), host (what `offload_states` moved off an accelerator), staging (host buffers between files and the rest, and between host and accelerator)."""
+    are not in the kinds before), staging (host buffers between files and the rest, and between host and accelerator), and
+    host (what `offload_states` moved off an accelerator)."""
     placement = mechanism.placement
     parameters = sum(
         (b.shard.nbytes if b.home.in_memory else 0) if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets
@@ -45,7 +46,7 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
 def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes at rest after a step that the layout predicts, for the kinds that live on."""
     parameters = sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
-    disk = 0
+    placement, disk = mechanism.placement, 0
     values, state = [], []  # bytes of the records on disk
     for bucket in mechanism.buckets:
         held = bucket.layout.shard_numel if bucket.policy.shard_params else bucket.layout.padded
@@ -62,16 +63,18 @@ def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
         lo, hi = (bucket.own.start, bucket.own.stop) if policy.shard_state else (0, layout.padded)
         wide = torch.promote_types(bucket.dtype, torch.float32).itemsize
         # a master of its own
-        master = wide * (hi - lo) if bucket.dtype.itemsize < wide or mechanism.placement.on_host(bucket.index) else 0
+        there = policy.shard_params and placement.values_on_host
+        own = bucket.dtype.itemsize < wide or (placement.on_host(bucket.index) and not there)
+        master = wide * (hi - lo) if own else 0
         parts = [wide * (s.end - s.start) for s in layout.segments(lo, hi)]
-        if mechanism.placement.state(bucket.index).in_memory:
+        if placement.state(bucket.index).in_memory:
             optimizer += master + kept * sum(parts)
         else:
             disk += master + kept * sum(parts)
             state.append(rounded(master) + rounded(kept * sum(padded(n) for n in parts)))
     staging = sum(
         min(rule.buffers, len(records)) * max(records, default=0)
-        for rule, records in ((mechanism.placement.values_rule, values), (mechanism.placement.state_rule, state))
+        for rule, records in ((placement.values_rule, values), (placement.state_rule, state))
     )
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "disk": disk, "staging": staging}
 

@@ -8,93 +8,127 @@ sharder's hooks, further in, keep references to buckets (`zero/sharder.py`), and
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zeroengine.offload.home import at_hand
 from zeroengine.offload.record import Record
+from zeroengine.offload.saved import SavedOther
 from zeroengine.offload.store import DiskStore
 
 _NEXT = 2  # records that are read ahead in backward
 
 
-class _Saved:
-    """A tensor that autograd saved, in a record. With the last reference the place in the file is free again."""
+class Moved(Protocol):
+    """What autograd keeps in place of a tensor."""
+
+    def unpack(self) -> Tensor: ...
+
+
+class _OnHost:
+    """A copy in memory of the host, page-locked if so wanted."""
+
+    def __init__(self, tensor: Tensor, pin: bool) -> None:
+        self._device = tensor.device
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        self._copy.copy_(tensor.detach(), non_blocking=pin)
+
+    def unpack(self) -> Tensor:
+        return self._copy.to(self._device, non_blocking=True)
+
+
+class _OnDisk:
+    """A record of the values. With the last reference its place in the file is free again."""
 
     def __init__(self, owner: ActivationsOnDisk, tensor: Tensor) -> None:
         self._owner = owner
-        self.held = tensor.detach()
-        self.version = tensor._version
-        self._source = tensor if tensor.grad_fn is None else None  # an output would hold its own graph alive
-        held = self.held
-        self.record: Record = owner.store.record(f"an activation of shape {tuple(tensor.shape)}", lambda: [held])
-        self.record.bring()
-        self.record.put(changed=True)
+        held = self._held = tensor.detach()  # shares its memory until it is put away; `tensor` itself stays as it is
+        self.record = owner.store.record(f"an activation of shape {tuple(tensor.shape)}", lambda: [held])
+        with at_hand(self.record, changed=True):
+            pass
         owner.store.check_writes()
 
-    def values(self) -> Tensor:
-        if self._source is not None and self._source._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.held.shape)} that backward needs was changed in place since forward; use the "
-                "out-of-place operation"
-            )
-        self._owner.approach(self)
-        self.record.bring()
-        try:
-            return self.held.clone()
-        finally:
-            self.record.put(changed=False)
+    def unpack(self) -> Tensor:
+        self._owner.approach(self.record)
+        with at_hand(self.record, changed=False):
+            return self._held.clone()
 
     def __del__(self) -> None:
-        self._owner.forget(self)
+        record = getattr(self, "record", None)
+        if record is not None:
+            self._owner.store.release(record)
 
 
-class ActivationsOnDisk(contextlib.AbstractContextManager[None]):
-    """Inside, tensors of `least` bytes and more that autograd saves go to `store`, and come back when backward reads them, the
-    next ones ahead. `keep`: tensors (parameters) whose memory stays where it is. May be entered once for each forward.
+class _Activations(contextlib.AbstractContextManager[None]):
+    """Inside, what autograd saves is moved if it is large enough and not kept: subclasses say where. May be entered again."""
 
-    Raises OffloadError in forward and backward where the disk fails.
-    """
-
-    def __init__(self, store: DiskStore, keep: Iterable[Tensor], least: int) -> None:
-        self.store = store
+    def __init__(self, keep: Iterable[Tensor], least: int) -> None:
         self._keep = {_address(t) for t in keep}
         self._least = least
-        self._live: list[_Saved] = []  # in the order in which they were saved; backward reads from the end
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.pop().__exit__(*error)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Moved | SavedOther:
         usual = tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if not usual or tensor.nbytes < self._least or _address(tensor) in self._keep:
-            return tensor if tensor.grad_fn is None else tensor.detach()
-        saved = _Saved(self, tensor)
-        self._live.append(saved)
-        return saved.record, saved
+            return SavedOther(tensor)
+        return self.move(tensor)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[1].values()
+    def move(self, tensor: Tensor) -> Moved:
+        raise NotImplementedError(f"{type(self).__name__} says where activations go")
 
-    def approach(self, saved: _Saved) -> None:
-        """Backward is at `saved`: those that were saved before it come next."""
-        while self._live and self._live[-1] is not saved:
-            self._live.pop()
-        for before in reversed(self._live[-1 - _NEXT : -1]):
-            before.record.ahead()
 
-    def forget(self, saved: _Saved) -> None:
-        record = getattr(saved, "record", None)
-        if record is not None:
-            self.store.release(record)
+class ActivationsOnHost(_Activations):
+    """Inside, tensors of an accelerator of `least` bytes and more that autograd saves wait in memory of the host. `keep`: tensors
+    (parameters) whose memory stays where it is."""
+
+    def __init__(self, keep: Iterable[Tensor], least: int, pin: bool) -> None:
+        super().__init__(keep, least)
+        self._pin = pin
+
+    def move(self, tensor: Tensor) -> Moved:
+        return _OnHost(tensor, self._pin) if tensor.device.type != "cpu" else SavedOther(tensor)
+
+
+class ActivationsOnDisk(_Activations):
+    """Inside, tensors of `least` bytes and more that autograd saves go to `store`, and come back when backward reads them, the
+    next ones ahead. `keep`: tensors (parameters) whose memory stays where it is.
+
+    Raises OffloadError in forward and backward where the disk fails.
+    """
+
+    def __init__(self, store: DiskStore, keep: Iterable[Tensor], least: int) -> None:
+        super().__init__(keep, least)
+        self.store = store
+        self._order: list[weakref.ref[Record]] = []  # as they were saved: backward reads from the end
+
+    def move(self, tensor: Tensor) -> Moved:
+        saved = _OnDisk(self, tensor)
+        self._order.append(weakref.ref(saved.record))
+        return saved
+
+    def approach(self, record: Record) -> None:
+        """Backward is at `record`: those that were saved before it come next."""
+        while self._order and self._order[-1]() is not record:
+            self._order.pop()
+        for before in reversed(self._order[-1 - _NEXT : -1]):
+            if (found := before()) is not None:
+                found.ahead()
+
+
+def _unpack(packed: Moved | SavedOther) -> Tensor:
+    return packed.unpack()
 
 
 def _address(tensor: Tensor) -> int:

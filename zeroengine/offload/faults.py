@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import OffloadError
+from zeroengine.errors import OffloadError, ZeroEngineError
 from zeroengine.logging import logger
 
 _LONGEST = 2000  # bytes of an error's text that travel
@@ -30,9 +30,15 @@ class Faults:
                 self.first = error
                 logger.error("%s", error)
 
-    def agree(self, control: Communicator, doing: str, remedy: str = "") -> None:
-        """Raises `OffloadError` on all ranks, with what each of them met, if any rank kept one. Collective. `remedy`: what to do
-        beside what the errors say."""
+    def note(self, text: str) -> None:
+        """Keeps what is wrong without an exception."""
+        self.first = self.first or OffloadError(text)
+
+    def agree(
+        self, control: Communicator, doing: str, remedy: str = "", kind: type[ZeroEngineError] = OffloadError
+    ) -> None:
+        """Raises an error of `kind` on all ranks, with what each of them met, if any rank kept one. Collective. `remedy`: what to
+        do beside what the errors say."""
         error, self.first = self.first, None
         text = b"" if error is None else str(error).encode()[:_LONGEST]
         lengths = control.exchange(torch.tensor([len(text)]), doing).flatten().tolist()
@@ -42,4 +48,4 @@ class Faults:
         padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         rows = control.exchange(padded, f"{doing}: errors").tolist()
         told = [bytes(row[:n]).decode("utf-8", "replace") for row, n in zip(rows, lengths, strict=True) if n]
-        raise OffloadError(f"{doing}: " + "; ".join(told) + (f". {remedy}" if remedy else "")) from error
+        raise kind(f"{doing}: " + "; ".join(told) + (f". {remedy}" if remedy else "")) from error

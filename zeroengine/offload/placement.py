@@ -128,6 +128,11 @@ class Placement:
         """Whether bucket `index` is updated on the host, apart from the device that computes."""
         return self.device.type != "cpu" and index in self._on_host
 
+    @property
+    def values_on_host(self) -> bool:
+        """Sharded values of an accelerator live on the host or beyond."""
+        return self.device.type != "cpu" and self.values_rule.tier != "none"
+
     def more_state(self, subject: str, members: Callable[[], Iterable[Tensor]]) -> Home:
         """A home for state that belongs to no bucket."""
         rule = self.state_rule
@@ -210,6 +215,12 @@ class Placement:
     def _host_memory(self, nbytes: int) -> Tensor:
         pin = self.state_rule.pin and self.device.type != "cpu"
         return pinned_bytes(nbytes) if pin else host_bytes(nbytes)
+
+    def activation_store(self, base: str, buffers: int) -> DiskStore:
+        """The file of activations that wait for backward. Raises OffloadError."""
+        if "activations" not in self._stores:
+            self._open("activations", OffloadRule("nvme", base, self.state_rule.pin, buffers), self._host_memory)
+        return self._stores["activations"]
 
     def io(self) -> FileIO:
         """The threads that read and write files."""

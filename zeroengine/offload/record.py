@@ -217,9 +217,23 @@ class Record:
         for chunk in self._chunks:
             if any(id(t) not in here for t, _ in chunk.places):
                 chunk.places = [(t, at) for t, at in chunk.places if id(t) in here]
+        if not all(chunk.places for chunk in self._chunks):
+            self._leave_out_empty()
         fresh = [t for t in members if id(t) not in known]
         if fresh:
             self._add(fresh)
+
+    def _leave_out_empty(self) -> None:
+        """Nothing is left of some chunks: the others move up in the buffer, as far as it has them."""
+        parts = list(self._in(self._buffer)) if self._buffer is not None else [(chunk, None) for chunk in self._chunks]
+        self._chunks = [chunk for chunk in self._chunks if chunk.places]
+        at = 0
+        for chunk, memory in parts:
+            if not chunk.places:
+                self._store.free(chunk.offset, chunk.nbytes)
+            elif memory is not None and self._buffer is not None:
+                self._buffer[at : at + chunk.nbytes].copy_(memory.clone())
+                at += chunk.nbytes
 
     def _add(self, tensors: list[Tensor]) -> None:
         places, size = [], 0

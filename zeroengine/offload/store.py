@@ -53,7 +53,12 @@ class DiskStore:
         self.failed: OffloadError | None = None
         self._end = 0
         self._free: dict[int, list[int]] = {}  # offsets of ranges, by size
-        self.fd, self.direct = self._open()
+        fd, self.direct = self._open()
+        self.file = os.fdopen(fd, "r+b", buffering=0)
+
+    @property
+    def fd(self) -> int:
+        return self.file.fileno()
 
     def _open(self) -> tuple[int, bool]:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -104,14 +109,18 @@ class DiskStore:
 
     def release(self, record: Record) -> None:
         """Forgets a record; its place in the file is for the next one of the size."""
-        if self.fd < 0 or record not in self.records:
+        if self.file.closed or record not in self.records:
             return
         if record in self.going:
             self.finish(record)
         record.drop()
         self.records.remove(record)
         for offset, nbytes in record.abandon():
-            self._free.setdefault(-(-nbytes // _EXTENT) * _EXTENT, []).append(offset)
+            self.free(offset, nbytes)
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """A range from `extent` is not used any more."""
+        self._free.setdefault(-(-nbytes // _EXTENT) * _EXTENT, []).append(offset)
 
     def bytes(self) -> int:
         """Bytes of tensors in the file."""
@@ -120,7 +129,7 @@ class DiskStore:
     # --- transfers ------------------------------------------------------------------------------------------------
 
     def begin(self, action: int, memory: Tensor, offset: int, sums: array[int]) -> Transfer:
-        return self.io.begin(action, self.fd, memory, offset, sums)
+        return self.io.begin(action, self.file, memory, offset, sums)
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer: a free one, else that of the oldest write when it is over, else that of the read ahead whose use is
@@ -223,8 +232,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Gives up the file and all that is in it."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
+        if self.file.closed:
             return
         with contextlib.suppress(OffloadError):
             self.flush()
@@ -232,7 +240,7 @@ class DiskStore:
             record.drop()
         self.records.clear()
         self.buffers.clear()
-        os.close(fd)
+        self.file.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import weakref
 import zlib
 from array import array
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,6 +37,10 @@ class TransferError(OSError):
         self.problem, self.at = problem, at
 
 
+class File(Protocol):
+    def fileno(self) -> int: ...
+
+
 class Transfer(Protocol):
     """A request under way. It holds its memory until it is over; `wait` must be called once."""
 
@@ -47,12 +53,12 @@ class Transfer(Protocol):
 
 class FileIO(Protocol):
     """Requests on open files. `memory`: a contiguous CPU tensor of the bytes to move; `offset`: where in the file; `sums`: one
-    64-bit word for each block of `block` bytes."""
+    64-bit word for each block of `block` bytes. All of them, and the file, are held until the request is over."""
 
     implementation: str
     block: int
 
-    def begin(self, action: int, fd: int, memory: Tensor, offset: int, sums: array[int]) -> Transfer: ...
+    def begin(self, action: int, file: File, memory: Tensor, offset: int, sums: array[int]) -> Transfer: ...
 
     def close(self) -> None:
         """Ends the threads, after what was begun."""
@@ -102,27 +108,32 @@ class NativeIO:
     def __init__(self, dll: ctypes.CDLL, threads: int, block: int) -> None:
         self.block = block
         self.call = _bound(dll)
-        self._pid = os.getpid()
         self.pool: int = self.call["new"](threads)
         if not self.pool:
             raise OSError(errno.EAGAIN, f"the system gives no {threads} threads for file access")
+        self.held: dict[int, tuple[Any, ...]] = {}  # by request: what its threads use
+        self._end = weakref.finalize(self, _end_pool, self.call["delete"], self.pool, os.getpid(), self.held)
 
-    def begin(self, action: int, fd: int, memory: Tensor, offset: int, sums: array[int]) -> Transfer:
-        return _NativeTransfer(self, action, fd, memory, offset, sums)
+    def begin(self, action: int, file: File, memory: Tensor, offset: int, sums: array[int]) -> Transfer:
+        return _NativeTransfer(self, action, file, memory, offset, sums)
 
     def close(self) -> None:
-        pool, self.pool = self.pool, 0
-        if pool and os.getpid() == self._pid:  # a forked child has no threads to wait for
-            self.call["delete"](pool)
+        self._end()
+
+
+def _end_pool(delete: Callable[[int], None], pool: int, pid: int, held: dict[int, tuple[Any, ...]]) -> None:
+    if os.getpid() == pid:  # a forked child has no threads to wait for
+        delete(pool)
+    held.clear()
 
 
 class _NativeTransfer:
-    def __init__(self, io: NativeIO, action: int, fd: int, memory: Tensor, offset: int, sums: array[int]) -> None:
+    def __init__(self, io: NativeIO, action: int, file: File, memory: Tensor, offset: int, sums: array[int]) -> None:
         self._io = io
-        self._held = (memory, sums)
         self._request: int = io.call["begin"](
-            io.pool, action, fd, memory.data_ptr(), offset, memory.nbytes, io.block, sums.buffer_info()[0]
+            io.pool, action, file.fileno(), memory.data_ptr(), offset, memory.nbytes, io.block, sums.buffer_info()[0]
         )
+        io.held[self._request] = (file, memory, sums)
 
     def done(self) -> bool:
         return bool(self._io.call["done"](self._io.pool, self._request))
@@ -130,7 +141,7 @@ class _NativeTransfer:
     def wait(self) -> None:
         at = _I64(0)
         problem = self._io.call["end"](self._io.pool, self._request, ctypes.byref(at))
-        self._request = 0
+        del self._io.held[self._request]
         if problem:
             raise TransferError(problem, at.value)
 
@@ -147,22 +158,22 @@ class PythonIO:
         self.block = block
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zeroengine aio")
 
-    def begin(self, action: int, fd: int, memory: Tensor, offset: int, sums: array[int]) -> Transfer:
+    def begin(self, action: int, file: File, memory: Tensor, offset: int, sums: array[int]) -> Transfer:
         size = memory.nbytes
         view = memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
         blocks = [
-            self._pool.submit(_block, action, fd, view[at : at + self.block], offset + at, sums, at // self.block)
+            self._pool.submit(_block, action, (file, memory), view[at : at + self.block], offset + at, sums, at // self.block)
             for at in range(0, size, self.block)
         ]
-        return _PythonTransfer(blocks, memory, self.block)
+        return _PythonTransfer(blocks, self.block)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
 
 
 class _PythonTransfer:
-    def __init__(self, blocks: list[Future[None]], memory: Tensor, block: int) -> None:
-        self._blocks, self._held, self._block = blocks, memory, block
+    def __init__(self, blocks: list[Future[None]], block: int) -> None:
+        self._blocks, self._block = blocks, block
 
     def done(self) -> bool:
         return all(b.done() for b in self._blocks)
@@ -178,7 +189,10 @@ class _PythonTransfer:
                 raise error
 
 
-def _block(action: int, fd: int, memory: memoryview, offset: int, sums: array[int], index: int) -> None:
+def _block(
+    action: int, held: tuple[File, Tensor], memory: memoryview, offset: int, sums: array[int], index: int
+) -> None:
+    fd = held[0].fileno()
     if action == WRITE:
         sums[index] = zlib.crc32(memory)
     done = 0

@@ -119,12 +119,16 @@ class AwayUpdate:
 
     def settle(self) -> None:
         """Gives the state that the optimizer's constructor made to the homes, and sets aside what buffers and disk will need."""
-        if self._optimizer.state:
-            for master in self.masters:
-                with self.placement.faults.kept(), master.at_hand(changed=True):
-                    pass
         with self.placement.faults.kept():
+            if self._optimizer.state:
+                self.put_away()
             self.placement.reserve([self._record_bytes(m) for m in self.masters])
+
+    def put_away(self) -> None:
+        """State that was made or exchanged outside of a step goes to where it lives. Raises OffloadError."""
+        for master in self.masters:
+            with master.at_hand(changed=True):
+                pass
 
     def _record_bytes(self, master: FlatMaster) -> int:
         """Bytes that the record of a bucket's masters and state will have, as far as it is known what the optimizer keeps."""

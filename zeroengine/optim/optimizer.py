@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -128,11 +130,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's parts. For a checkpoint that loads anywhere use `engine.save_checkpoint`."""
-        return self.optimizer.state_dict()
+        """State of this rank's parts; of what lives on a disk, a copy. For a checkpoint that loads anywhere use
+        `engine.save_checkpoint`."""
+        self.placement.check_here()
+        if not self.placement.stores:
+            return self.optimizer.state_dict()
+        with contextlib.ExitStack() as stack:
+            for store in self.placement.stores:
+                stack.enter_context(store.exposed(write=False))
+            return copy.deepcopy(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.placement.check_here()
         self.optimizer.load_state_dict(state_dict)
+        self._away.put_away()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Trains parameters that are in no group so far: a dict with `params` and, if they differ, options. The same call on

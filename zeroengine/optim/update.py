@@ -84,7 +84,7 @@ class FlatMaster:
     @property
     def away(self) -> bool:
         """Masters or state leave memory between steps, or are updated by another processor than that of the values."""
-        return not (self.home.in_memory and self.bucket.home.in_memory) or self.flat.device != self._values.device
+        return not (self.home.in_memory and self.bucket.home.in_memory) or self.flat.device != self.bucket.device
 
     def _ranges(self, cut: bool) -> Iterator[tuple[int, int, int, int]]:
         """(parameter, start, end, position in `flat`). Not cut for so many ranks that it would cost time."""

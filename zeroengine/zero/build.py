@@ -172,11 +172,11 @@ def _master(bucket: Bucket, flat: Tensor) -> Tensor | None:
     placement, policy = bucket.placement, bucket.policy
     kept = flat[bucket.own] if policy.shard_state else flat
     placement.choose(bucket.index, kept.numel(), f"optimizer state of {bucket.subject}")
-    apart = placement.on_host(bucket.index) and not (policy.shard_params and placement.values_rule.tier != "none")
+    values_there = policy.shard_params and placement.values_on_host
     wide = torch.promote_types(bucket.dtype, torch.float32)
-    if bucket.dtype is wide and not apart:
+    if bucket.dtype is wide and (values_there or not placement.on_host(bucket.index)):
         return None
-    if placement.on_host(bucket.index):
+    if values_there or placement.on_host(bucket.index):
         return on_host(kept.to(wide), placement.state_rule.pin)
     master = kept.to(wide, copy=True)
     home = placement.state(bucket.index)

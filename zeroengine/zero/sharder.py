@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError, ReleasedParameterError
 from zeroengine.offload.home import at_hand
+from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
@@ -34,25 +35,6 @@ class SavedSlice:
     shape: torch.Size
     stride: tuple[int, ...]
     version: tuple[int, int]
-
-
-class SavedOther:
-    """Any other saved tensor, with the version that torch itself would check."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # an output must be detached: the graph would hold itself alive through it
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place since forward "
-                f"(version {self.version}, now {self.tensor._version}); use the out-of-place operation"
-            )
-        return self.tensor
 
 
 class _Pack:
