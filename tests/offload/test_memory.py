@@ -43,7 +43,7 @@ def _limited(rank: int, world: int, folder: str, on_disk: bool) -> dict[str, Any
     zeroengine.initialize(model=nn.Linear(4, 4), config=settings(folder))[0].destroy()  # threads and libraries are there
     model = build()
     before = status("VmSize")
-    resource.setrlimit(resource.RLIMIT_AS, (before + 520 * MIB, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (before + 680 * MIB, resource.RLIM_INFINITY))
     try:
         engine = zeroengine.initialize(model=model, config=settings(folder if on_disk else None))[0]
     except ConfigError as error:
