@@ -6,19 +6,17 @@ import contextlib
 import enum
 import mmap
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeroengine.errors import OffloadError
-from zeroengine.offload.buffers import padded, rounded
-from zeroengine.ops.aio import READ, SUM, WRITE, Transfer, TransferError, sums_for
-
-if TYPE_CHECKING:
-    from zeroengine.offload.store import DiskStore
+from zeroengine.offload.buffers import Buffers, padded, rounded
+from zeroengine.ops.aio import READ, SUM, WRITE, FileIO, Transfer, TransferError, sums_for
 
 class State(enum.Enum):
     HERE = "here"  # the tensors have their values: in memory of their own, in the buffer, or in the mapped file
@@ -38,13 +36,46 @@ class Chunk:
     sums: array[int]
 
 
+class RecordStore(Protocol):
+    """What a record needs of the file that it lies in; see `store.DiskStore`."""
+
+    io: FileIO
+    buffers: Buffers
+    read_ahead: bool
+    write_behind: bool
+    going: deque[Record]
+    coming: list[Record]
+    moved: dict[str, int]
+
+    @property
+    def fd(self) -> int: ...
+
+    def take(self, nbytes: int) -> Tensor: ...
+
+    def spare(self, nbytes: int) -> Tensor | None: ...
+
+    def begin(self, action: int, memory: Tensor, offset: int, sums: array[int]) -> Transfer: ...
+
+    def finish(self, record: Record) -> None: ...
+
+    def check_writes(self) -> None: ...
+
+    def extent(self, nbytes: int) -> int: ...
+
+    def claim(self, offset: int, nbytes: int) -> None: ...
+
+    def free(self, offset: int, nbytes: int) -> None: ...
+
+    def error(self, what: str, subject: str, problem: int | None, at: int | None = None) -> OffloadError: ...
+
+
 class Record:
     """A `Home` on a disk. `members` gives the tensors that belong to it now: it may grow (an optimizer makes state in its
     first step), and what is not given any more is forgotten."""
 
     in_memory = False
 
-    def __init__(self, store: DiskStore, subject: str, members: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, store: RecordStore, subject: str, members: Callable[[], Iterable[Tensor]]) -> None:
         self.subject = subject
         self.state = State.HERE
         self._store = store
