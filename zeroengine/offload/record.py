@@ -18,6 +18,7 @@ from zeroengine.errors import OffloadError
 from zeroengine.offload.buffers import Buffers, padded, rounded
 from zeroengine.ops.aio import READ, SUM, WRITE, FileIO, Transfer, TransferError, sums_for
 
+
 class State(enum.Enum):
     HERE = "here"  # the tensors have their values: in memory of their own, in the buffer, or in the mapped file
     AWAY = "away"  # only the file has them
