@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from zeroengine.errors import ConfigError
 
 MIB = 1 << 20
-LAYERS, WIDTH = 15, 2048  # 63 million parameters: 240 MiB of values, as much of gradients, twice that of state
+LAYERS, WIDTH = 60, 1024  # 63 million parameters: 240 MiB of values, as much of gradients, twice that of state
 
 
 def status(field: str) -> int:
@@ -30,7 +30,7 @@ def build() -> nn.Module:
 
 
 def settings(folder: str | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 1, "bucket_size": WIDTH * (WIDTH + 1)}
+    zero: dict[str, Any] = {"stage": 1, "bucket_size": 4 * WIDTH * (WIDTH + 1)}
     if folder is not None:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "buffer_count": 2}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
