@@ -18,6 +18,7 @@ from zeroengine.config.keys import KeyTable
 from zeroengine.config.names import RefusedValue
 from zeroengine.config.sections import (
     ActivationCheckpointingSection,
+    AioSection,
     Bf16Section,
     CheckpointSection,
     DataTypesSection,
@@ -89,6 +90,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointingSection = key(
         None, "DeepSpeed's checkpointing function.", factory=ActivationCheckpointingSection
     )
+    aio: AioSection = key(None, "Access to files of offloaded state.", factory=AioSection)
     checkpoint: CheckpointSection = key(None, "Saving and loading.", factory=CheckpointSection)
 
     steps_per_print: Steps = key(10, "A line of progress every so many steps; null or Infinity: never.")

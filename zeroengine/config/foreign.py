@@ -82,10 +82,6 @@ FOREIGN: tuple[Foreign, ...] = (
         "model_info model_info_path tuning_space",
     ),
     _ignored(
-        "aio", "Tuning of asynchronous file access.", "affects the speed of nvme offload only",
-        "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds", asks=present,
-    ),
-    _ignored(
         "compile", "Compilation by DeepSpeed.", "affects speed only; compile the model with `torch.compile`",
         "enabled disable backend kwargs deepcompile free_activation free_activation_threshold offload_activation "
         "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "

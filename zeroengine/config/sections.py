@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
 from zeroengine.config.names import optimizer_name, schedule_name
 from zeroengine.config.spec import Section, ignored, key, never, present, refused
@@ -29,6 +29,7 @@ def _no_params() -> FrozenMap:
 
 
 _MASTERS = "masters and gradients stay in fp32, and fewer bits change the result; remove the key or set it to false"
+_FILES = "reads and writes are always issued together and overlap"
 _RECOMPUTE = "the model's own activation checkpointing is used as it is; this affects memory and speed only"
 
 
@@ -121,6 +122,25 @@ class ActivationCheckpointingSection(Section):
     number_checkpoints: Count | None = ignored(None, "Checkpoints, to size that buffer.", _RECOMPUTE)
     synchronize_checkpoint_boundary: Flag = ignored(False, "Synchronise at boundaries.", _RECOMPUTE)
     profile: Flag = ignored(False, "Time checkpointed functions.", _RECOMPUTE)
+
+
+class AioSection(Section):
+    """How files of offloaded state are accessed."""
+
+    block_size: PositiveInteger = key(1 << 20, "Bytes of one read or write, a multiple of 4096.")
+    queue_depth: PositiveInteger = key(8, "Reads and writes in flight at a time, for each of `intra_op_parallelism`.")
+    intra_op_parallelism: PositiveInteger = key(1, "Factor on `queue_depth`.")
+    thread_count: Count | None = ignored(None, "Old name of `intra_op_parallelism`.", "write `aio.intra_op_parallelism`")
+    single_submit: Flag = ignored(False, "Submit requests one by one.", _FILES, asks=never)
+    overlap_events: Flag = ignored(True, "Submit while others complete.", _FILES, asks=never)
+    use_gds: Flag = ignored(False, "Between disk and GPU without host memory.", "data passes through host memory; affects speed only")
+
+    @field_validator("block_size")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % 4096:
+            raise ValueError("expected a multiple of 4096")
+        return value
 
 
 TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], choice("Ignore", "Warn", "Fail")]

@@ -7,10 +7,11 @@ checkpoint does not know stages, ranks or buckets.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from zeroengine.mesh import Mesh
 
 Pieces = dict[str, list[Piece]]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def model_pieces(module: nn.Module, mechanism: Mechanism, exclude_frozen: bool) -> Pieces:
@@ -73,6 +75,20 @@ def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
     return state_pieces(optimizer.optimizer, optimizer.held())
 
 
+def within_reach(*, write: bool) -> Callable[[F], F]:
+    """For methods of an engine that read (with `write`: replace) everything it holds, also what lives on a disk."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.mechanism.exposed(write=write):
+                return method(self, *args, **kwargs)
+
+        return cast(F, inside)
+
+    return decorate
+
+
 class CheckpointMethods:
     """Methods of `ZeroEngine` that save and load everything a run needs."""
 
@@ -88,6 +104,7 @@ class CheckpointMethods:
     micro_steps: int
     _data: Iterator[Any] | None
 
+    @within_reach(write=False)
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -133,6 +150,7 @@ class CheckpointMethods:
                 log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
         return tags[0]
 
+    @within_reach(write=True)
     def load_checkpoint(
         self,
         load_dir: str | Path,

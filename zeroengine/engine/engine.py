@@ -17,6 +17,7 @@ from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
 from zeroengine.engine.parallel import check_replicas
+from zeroengine.engine.parking import OffloadMethods
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
@@ -30,7 +31,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -98,6 +99,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
+        self.mechanism.placement.check_here()
         if torch.is_grad_enabled() and not in_backward() and self.optimizer is not None:
             self.mechanism.sharder.end_backward()
             self.mechanism.reducer.next_micro_batch()
@@ -348,6 +350,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        self.reload_states()
         self._begin_hook.remove()
         self.mechanism.remove()
         if self.sequences is not None:

@@ -17,7 +17,8 @@ from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
-from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
+from zeroengine.engine.memory import check_memory
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
@@ -29,6 +30,7 @@ from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.policy import policy_for
 from zeroengine.zero.tensor import whole_shape
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
@@ -118,6 +120,7 @@ def _initialize(
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
+            _check_memory(model, mechanism)
     except Exception:
         for shared in (sequences, layers):
             if shared is not None:
@@ -168,17 +171,20 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
+    """Refuses places for offloaded state that mean nothing, and says once where a section has no effect."""
     zero = settings.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if section.device == "none":
             continue
-        if section.device == "cpu" and device.type == "cpu":
+        if section.device == "nvme" and not section.nvme_path:
+            raise ConfigError(
+                f"zero_optimization.{name}.device is nvme and {name}.nvme_path is missing; give the folder for its files, on a "
+                "local disk"
+            )
+        if name == "offload_param" and not policy_for(zero.stage).shard_params:
+            log_once(f"zero_optimization.offload_param has no effect at stage {zero.stage}: values are whole between uses")
+        elif section.device == "cpu" and device.type == "cpu":
             log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
-            continue
-        raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
-            "remove the section"
-        )
 
 
 def _check_folders(settings: Config) -> None:
@@ -216,3 +222,11 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
+
+
+def _check_memory(model: nn.Module, mechanism: Mechanism) -> None:
+    try:
+        check_memory(model, mechanism)
+    except Exception:
+        mechanism.remove()
+        raise

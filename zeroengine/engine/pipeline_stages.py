@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.engine.mechanism import Mechanism, build_sharder, compute_dtype, gradient_rule, sharding_rule
+from zeroengine.engine.mechanism import Mechanism, build_sharder, compute_dtype, gradient_rule, placement_for, sharding_rule
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
@@ -190,7 +190,8 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
-    built = build_buckets(module, rule, groups, pool)
+    placement = placement_for(config, module, groups.rank, trains=trains)
+    built = build_buckets(module, rule, groups, pool, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     by_part: dict[str, list[BucketGradients]] = {}
     for bucket in built.buckets:
@@ -204,7 +205,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    return Mechanism(built.buckets, sharder, reducers, (pool,), reducers.gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducers, (pool,), reducers.gradients, groups, built.masters, placement)
 
 
 class AcrossStages:

@@ -8,13 +8,17 @@ published values and checkpoints of masters are those of the slices and know not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.offload.home import Home, Memory, at_hand
+from zeroengine.offload.placement import Placement
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.layout import ParamSpec
 from zeroengine.zero.residency import stub_for
@@ -32,13 +36,15 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter. `view` has its shape, and values only while its owner updates it; None on other ranks."""
+    """One parameter. `view` has its shape, and values only while its owner updates it; None on other ranks. `home`: of the
+    state that the owner keeps."""
 
     master: FlatMaster
     spec: ParamSpec
     owner: int
     cuts: tuple[Cut, ...]
     view: nn.Parameter | None
+    home: Home
 
     @property
     def values_whole(self) -> bool:
@@ -75,10 +81,12 @@ class WholeUpdate:
             spec = master.bucket.layout.specs[index]
             owner = min(range(self._comm.size), key=lambda r: (self._loads[r], r))
             self._loads[owner] += spec.numel
-            view = None
+            view: nn.Parameter | None = None
+            home: Home = Memory()
             if owner == self._comm.rank:
                 view = nn.Parameter(stub_for(spec.shape, master.flat.dtype, master.flat.device))
-            member = Member(master, spec, owner, tuple(_cuts(master, spec)), view)
+                home = master.bucket.placement.more_state(f"optimizer state of {spec.name}", tuple)
+            member = Member(master, spec, owner, tuple(_cuts(master, spec)), view, home)
             self._members[master.bucket.index, index] = member
         self._rounds = list(self._in_rounds())
 
@@ -99,6 +107,12 @@ class WholeUpdate:
     def loads(self) -> list[int]:
         """Elements that each rank of the shard group updates."""
         return list(self._loads)
+
+    def owns_state(self, state: Callable[[nn.Parameter], Iterable[Tensor]]) -> None:
+        """`state` gives what the optimizer keeps for a parameter that this rank owns: where it lives, the placement says."""
+        for member in self._members.values():
+            if member.view is not None:
+                member.home.owns(partial(state, member.view))
 
     def _in_rounds(self) -> Iterator[list[Member]]:
         if self._at_once:
@@ -124,9 +138,29 @@ class WholeUpdate:
         for members in self._rounds:
             present = [m for m in members if m.spec.name in used]
             if present:
-                self._round(present, step)
+                self._at_hand(present, partial(self._round, present, step))
             elif self._at_once:
                 step()
+
+    def _at_hand(self, members: list[Member], act: Callable[[], None]) -> None:
+        """Calls `act` while masters and state of `members` are in memory; not if the disk of a rank fails, which is kept for
+        `Placement.agree`."""
+        placement = members[0].master.bucket.placement
+        if not placement.uses_disk:
+            act()
+            return
+        masters = {id(m.master): m.master for m in members}
+        with contextlib.ExitStack() as whatever_happens:
+            stack = contextlib.ExitStack()
+            whatever_happens.callback(_close, stack, placement)
+            with placement.faults.kept():
+                for master in masters.values():
+                    stack.enter_context(master.at_hand(changed=True))
+                stack.enter_context(at_hand(*(m.home for m in members), changed=True))
+            failed = torch.tensor([int(placement.faults.first is not None)])
+            self._comm.all_reduce(failed, "state of whole parameters at hand", op="max").wait()
+            if not int(failed):
+                act()
 
     def _round(self, members: list[Member], step: Callable[[], object]) -> None:
         mine = [m for m in members if m.view is not None]
@@ -194,10 +228,17 @@ class WholeUpdate:
             for view in chosen:
                 view.data = torch.zeros(view.shape, dtype=view.dtype, device=view.device)
                 view.grad = torch.zeros_like(view)
+            homes = [m.home for m in members if m.view is not None and wants(m.view)]
             if chosen or self._at_once:
-                step()
+                with at_hand(*homes, changed=True):
+                    step()
             for m in members:
                 m.hide()
+
+
+def _close(stack: contextlib.ExitStack, placement: Placement) -> None:
+    with placement.faults.kept():
+        stack.close()
 
 
 def _cuts(master: FlatMaster, spec: ParamSpec) -> Iterator[Cut]:

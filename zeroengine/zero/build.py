@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.offload.home import at_hand
+from zeroengine.offload.link import on_host
+from zeroengine.offload.placement import Placement
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
 from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.layout import BucketLayout
@@ -111,16 +114,22 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 @dataclass
 class Built:
-    """A model laid into buckets. `masters` has, for each trainable 16-bit bucket, the fp32 values of the
-    range that this rank updates; `units` the sharded buckets of each gather unit."""
+    """A model laid into buckets. `masters` has, for each trainable bucket whose values are not what is updated (16-bit ones;
+    any on an accelerator whose update is the host's), the fp32 values of the range that this rank updates, where `placement`
+    lets them live; `units` the sharded buckets of each gather unit."""
 
     buckets: list[Bucket]
     masters: dict[int, Tensor]
+    placement: Placement
     units: dict[str, list[int]] = field(default_factory=dict)
 
 
-def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool) -> Built:
-    """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Collective."""
+def build_buckets(
+    module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool, placement: Placement, *, trains: bool
+) -> Built:
+    """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Without `trains` there are no
+    masters. Collective."""
+    placement.open(groups.control, groups.params)
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
     units: dict[str, list[int]] = {}
@@ -138,12 +147,13 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
             chosen = [named[i] for i in members]
             claim([p for _, p in chosen])
             layout = BucketLayout.build([(n, p.shape) for n, p in chosen], groups.params.size)
-            bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool)
+            bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool, placement)
             flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)
             _from_rank0(flat, groups, bucket.subject)
-            if trainable and dtype in (torch.bfloat16, torch.float16):
-                kept = flat[bucket.own] if policy.shard_state else flat
-                masters[bucket.index] = kept.to(torch.float32, copy=True)
+            if trainable and trains:
+                master = _master(bucket, flat)
+                if master is not None:
+                    masters[bucket.index] = master
             bucket.adopt(flat)
             buckets.append(bucket)
             if leaf is not None and policy.shard_params:
@@ -153,7 +163,27 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
             values = buffer.contiguous().view(-1)
             _from_rank0(values, groups, name)
             buffer.copy_(values.view(buffer.shape))
-    return Built(buckets, masters, units)
+    placement.agree(groups.control, "moving values out of memory")
+    return Built(buckets, masters, placement, units)
+
+
+def _master(bucket: Bucket, flat: Tensor) -> Tensor | None:
+    """Master values from initial ones, None where the values themselves are what is updated."""
+    placement, policy = bucket.placement, bucket.policy
+    kept = flat[bucket.own] if policy.shard_state else flat
+    placement.choose(bucket.index, kept.numel(), f"optimizer state of {bucket.subject}")
+    values_there = policy.shard_params and placement.values_on_host
+    wide = torch.promote_types(bucket.dtype, torch.float32)
+    if bucket.dtype is wide and (values_there or not placement.on_host(bucket.index)):
+        return None
+    if values_there or placement.on_host(bucket.index):
+        return on_host(kept.to(wide), placement.state_rule.pin)
+    master = kept.to(wide, copy=True)
+    home = placement.state(bucket.index)
+    home.owns(lambda: [master])
+    with placement.faults.kept(), at_hand(home, changed=True):
+        pass  # out of memory, if it does not live there
+    return master
 
 
 _Key = tuple[torch.dtype, torch.dtype, bool, bool, str | None, str]
