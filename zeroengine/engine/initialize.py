@@ -17,16 +17,18 @@ from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
+from zeroengine.moe.layer import declared_degree
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
-from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
@@ -79,7 +81,7 @@ def initialize(
     _check_folders(settings)
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
-    mesh = mesh if mesh is not None else _mesh(settings, device, stages)
+    mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
     if isinstance(model, PipelineModule):
         return initialize_pipeline(
             model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
@@ -106,14 +108,20 @@ def _initialize(
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
     to_device(model, mesh.fabric.device)
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_mechanism(model, settings, members, trains=source is not None)
+    members = groups_of(mesh)
+    experts = spread_experts(model, settings, mesh, members)
     zero_optimizer = None
-    if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+    try:
+        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        if source is not None:
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+    except Exception:
+        if experts is not None:
+            experts.remove()
+        raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, experts)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -126,7 +134,7 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     return given[0]
 
 
-def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
+def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
@@ -135,9 +143,9 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
             f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
             "zeroengine.pipe.PipelineModule with num_stages of the same number"
         )
-    for name in ("cp", "tp", "ep"):
+    for name in ("cp", "tp"):
         if getattr(degrees, name) > 1:
-            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
+            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data and expert parallel; set it to 1")
     if settings.tensor_parallel.autotp_size > 1:
         raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
@@ -148,7 +156,15 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
                 + (f" with {stages} pipeline stages" if stages > 1 else "")
             )
         replicate = fabric.world_size // (shard * stages)
-    return build_mesh(fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+    return build_mesh(fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, ep=ep)
+
+
+def _expert_degree(settings: Config, model: nn.Module) -> int:
+    """`mesh.ep`, or what the model's own layers ask for where that is not given."""
+    declared = declared_degree(model)
+    if settings.mesh.ep > 1 and declared > 1 and settings.mesh.ep != declared:
+        raise ConfigError(f"mesh.ep is {settings.mesh.ep}, but the model's MoE layers have ep_size {declared}; leave out one of them")
+    return max(settings.mesh.ep, declared)
 
 
 def _check_places(settings: Config, device: torch.device) -> None:

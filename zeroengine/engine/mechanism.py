@@ -82,18 +82,28 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    pool = BufferPool()
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
     sharder = build_sharder(module, built, config)
-    gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
-        for b in built.buckets
-        if b.trainable and trains
-    ]
+    gradients, pools = build_gradients(built.buckets if trains else [], config, groups)
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, (pool, *pools), gradients, groups, built.masters if trains else {})
+
+
+def build_gradients(
+    buckets: list[Bucket], config: Config, groups: Groups
+) -> tuple[list[BucketGradients], tuple[BufferPool, ...]]:
+    """What reduces the gradients of the trainable buckets, and the pools that it takes buffers from. The mean is over all ranks
+    that train together, also for experts, whose gradients are added up over fewer ranks: each has the tokens of others."""
+    pools = {g.grads.name: BufferPool(g.grads) for g in (groups, groups.experts) if g is not None}
+    made = []
+    for b in buckets:
+        if b.trainable:
+            group, rule = groups.of(b.params[0]), gradient_rule(config, b, groups.data_parallel_size)
+            made.append(BucketGradients(b, rule, group.grads, group.replicas, pools[group.grads.name]))
+    return made, tuple(pools.values())
 
 
 def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
@@ -119,7 +129,7 @@ def attach_optimizer(
     refused is left as it was, and can be given again."""
     mesh = mechanism.groups
     try:
-        attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
+        attached = attach(source, groups, mechanism.gradients, mechanism.masters)
         mechanism.optimizer = ZeroOptimizer(
             attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
             build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,

@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.engine.mechanism import Mechanism, build_sharder, compute_dtype, gradient_rule, sharding_rule
+from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, compute_dtype, sharding_rule
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
@@ -186,25 +186,23 @@ class StageReducers(Reducer):
 def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
     """Shards the stages of this rank. Collective over the ranks with the same stages."""
     check_same(module, groups)
-    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    pool = BufferPool()
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
     built = build_buckets(module, rule, groups, pool)
     sharder = build_sharder(module, built, config)
     by_part: dict[str, list[BucketGradients]] = {}
-    for bucket in built.buckets:
-        if bucket.trainable and trains:
-            how = gradient_rule(config, bucket, groups.data_parallel_size)
-            made = BucketGradients(bucket, how, groups.grads, groups.replicas, gradient_pool)
-            by_part.setdefault(module.part_of(bucket.layout.specs[0].name), []).append(made)
+    gradients, pools = build_gradients(built.buckets if trains else [], config, groups)
+    for made in gradients:
+        by_part.setdefault(module.part_of(made.bucket.layout.specs[0].name), []).append(made)
     parts: dict[str, Reducer] = {}
     for name in sorted(by_part):
         cls = TiedReducer if name.startswith("tied.") else Reducer
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    return Mechanism(built.buckets, sharder, reducers, (pool, gradient_pool), reducers.gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducers, (pool, *pools), reducers.gradients, groups, built.masters if trains else {})
 
 
 class AcrossStages:

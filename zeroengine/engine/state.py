@@ -13,6 +13,7 @@ from zeroengine.checkpoint import agree
 from zeroengine.zero.residency import slot_of
 
 if TYPE_CHECKING:
+    from zeroengine.engine.experts import ExpertParallel
     from zeroengine.engine.mechanism import Mechanism
     from zeroengine.mesh import Mesh
 
@@ -43,6 +44,7 @@ class WeightMethods:
     module: nn.Module
     mechanism: Mechanism
     mesh: Mesh
+    experts: ExpertParallel | None
 
     def full_state_dict(
         self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
@@ -51,19 +53,25 @@ class WeightMethods:
         names share memory. Collective; one bucket is gathered at a time. `dtype` casts floating-point parameters."""
         keep = self.mesh.rank == 0
         values: dict[int, Tensor] = {}
+        of_experts: dict[int, dict[str, Tensor]] = {}
         by_name = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
             p = by_name[name]
+            if self.experts is not None:
+                value = self.experts.whole(p, value)
             if keep and not (exclude_frozen_parameters and not p.requires_grad):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
                 values[id(p)] = value.detach().to(device="cpu", dtype=cast, copy=True)
+                of_experts[id(p)] = {} if self.experts is None else self.experts.by_expert(name, p, values[id(p)])
         if not keep:
             return None
         result: dict[str, Tensor] = {}
         for prefix, child in self.module.named_modules(remove_duplicate=False):
             at = prefix + "." if prefix else ""
             for name, p in child._parameters.items():
-                if p is not None and id(p) in values:
+                if p is not None and of_experts.get(id(p)):
+                    result.update(of_experts[id(p)])
+                elif p is not None and id(p) in values:
                     result[at + name] = values[id(p)]
                 elif p is not None and not p.numel():
                     result[at + name] = torch.empty(p.shape, dtype=p.dtype)

@@ -44,7 +44,9 @@ class Bucket:
         policy: Policy,
         comm: Communicator,
         pool: BufferPool,
+        equal: tuple[int, ...] = (),
     ) -> None:
+        """`equal`: global ranks that hold the same parameters; empty: all that train together."""
         self.index = index
         self.layout = layout
         self.params = params
@@ -59,6 +61,7 @@ class Bucket:
         self.version = 0
         self.edit = 0
         self.comm = comm
+        self.equal = equal
         self._pool = pool
         self._work: Work | None = None
         self._written: list[int] = []
