@@ -109,6 +109,7 @@ def train(rank: int, world: int, cases: list[Case], steps: int = 3) -> list[dict
             for micro in range(case.accumulation):
                 x, y = tokens(case, step, micro)
                 mine = cut(case, world, rank)
+                torch.manual_seed(step)
                 share = torch.tensor(world / len(x))
                 loss = engine(x[mine], y[mine], share)
                 engine.backward(loss)
@@ -134,6 +135,7 @@ def reference(case: Case, steps: int = 3) -> dict[str, Any]:
         total = 0.0
         for micro in range(case.accumulation):
             x, y = tokens(case, step, micro)
+            torch.manual_seed(step)
             loss = model(x, y, torch.tensor(1 / len(x)))
             (loss / case.accumulation).backward()
             total += float(loss.detach())

@@ -37,3 +37,35 @@ def test_two_ranks() -> None:
         Case(k=1, ep=2, stage=1, kind="all-to-one"), Case(k=2, ep=2, stage=3, kind="starved", weights=uneven),
         Case(k=2, ep=2, stage=2, weights=(0, 0, 5, 2), clip=0.05),
     ])  # fmt: skip
+
+
+def drops(priority: str, **more: object) -> dict[str, object]:
+    return {"drop_tokens": True, "capacity_factor": 0.6, "min_capacity": 1, "priority": priority, **more}
+
+
+def test_two_ranks_that_drop_or_copy() -> None:
+    uneven = (5, 2, 6, 1)
+    check(2, [
+        *(Case(k=k, ep=ep, stage=stage, weights=uneven, layer=drops(priority))
+          for k, ep, stage, priority in ((1, 2, 3, "position"), (2, 2, 1, "position"), (2, 1, 2, "score"), (4, 2, 0, "score"),
+                                         (2, 2, 3, "random"), (2, 1, 1, "random"))),
+        Case(k=2, ep=2, stage=1, kind="list", layer=drops("position", use_residual=True), accumulation=2),
+        Case(k=2, ep=2, stage=3, weights=uneven, config={"moe": {"copies": True}}),
+        Case(k=1, ep=2, stage=2, kind="all-to-one", config={"moe": {"copies": True}}),
+        Case(k=2, ep=2, stage=3, kind="list", weights=uneven, config={"moe": {"copies": True}}),
+        Case(k=1, ep=2, stage=1, kind="gelu", weights=uneven, config={"moe": {"copies": True}}, optimizer="AdamW", clip=0.2),
+    ])  # fmt: skip
+
+
+def test_four_ranks() -> None:
+    uneven = (3, 7, 1, 6)
+    hybrid = {"mesh": {"ep": 2, "dp_replicate": 2}}
+    check(4, [
+        Case(k=2, ep=4, stage=1, weights=uneven), Case(k=2, ep=2, stage=3, weights=uneven, clip=0.1),
+        Case(k=1, ep=2, stage=2, kind="list"), Case(k=4, ep=4, stage=0, kind="list", weights=uneven),
+        Case(k=2, ep=2, stage=0, weights=uneven, layer=drops("position")), Case(k=2, ep=2, stage=3, weights=uneven, config=hybrid),
+        Case(k=2, ep=2, stage=2, kind="list", accumulation=2, clip=0.1, config=hybrid),
+        Case(k=2, ep=4, stage=3, weights=uneven, config={"moe": {"copies": True}}),
+        Case(k=2, ep=4, stage=2, weights=uneven, config={"moe": {"two_hop": True, "ranks_per_node": 2}}),
+        Case(k=2, ep=4, stage=1, kind="all-to-one", config={"moe": {"two_hop": True, "ranks_per_node": 2, "copies": True}}),
+    ])  # fmt: skip

@@ -22,6 +22,7 @@ from zeroengine.moe.dispatch import Route
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_bias, grouped_linear
 from zeroengine.zero.experts import ExpertPart, mark_elsewhere, mark_expert
+from zeroengine.zero.leaves import MARK
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -58,6 +59,8 @@ class Experts(nn.Module):
             )
         self.group = group
         self._keep(self.local)
+        if group.copies:  # which parameters a rank reads depends on its tokens: at stage 3 they are gathered together
+            setattr(self, MARK, True)
 
     def forward(self, rows: Tensor, route: Route) -> Tensor:
         """[N, H] rows in order of this rank's slots to [N, out]."""
@@ -93,6 +96,10 @@ class Experts(nn.Module):
     def join(self, whole: Whole) -> None:
         """Holds all experts again. Collective."""
         raise NotImplementedError
+
+    def _alone(self) -> None:
+        self.group = alone()
+        self.__dict__.pop(MARK, None)
 
     def _borrow(self, route: Route) -> list[Tensor] | None:
         """Parameters of the copies that this rank hosts; None if no rank has any. Differentiable: the copies' gradients come
@@ -184,7 +191,7 @@ class ExpertBank(Experts):
 
     def join(self, whole: Whole) -> None:
         join_stacked(self, whole)
-        self.group = alone()
+        self._alone()
 
 
 def cut_stacked(module: nn.Module, local: range, group: ExpertGroup) -> None:
@@ -279,7 +286,7 @@ class ExpertList(Experts):
         self._modules.clear()
         for number in range(self.num_experts):
             self.add_module(str(number), made[number])
-        self.group = alone()
+        self._alone()
 
 
 def _keep_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -135,7 +135,7 @@ class SharedStackedExperts(Experts):
 
     def join(self, whole: Whole) -> None:
         join_stacked(self, whole)
-        self.group = alone()
+        self._alone()
 
     def balance(self, load: Tensor, speed: float) -> None:
         """As `Router.move_bias`."""

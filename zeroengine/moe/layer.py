@@ -94,7 +94,7 @@ class SparseExperts(nn.Module):
         out = self._dispatcher.combine(rows, route, routing.weights)
         if beside is not None:
             out = out + beside
-        return out.view(*hidden.shape[:-1], out.shape[-1]), routing.loss.to(hidden.dtype), route.load
+        return out.view(*hidden.shape[:-1], out.shape[-1]), routing.loss, route.load
 
 
 class MoE(nn.Module):
