@@ -112,7 +112,9 @@ class Experts(nn.Module):
         receives = [0] * self.group.size
         for e in wanted[me]:
             receives[e // placement.local] += 1
-        flat = torch.cat([p.flatten(1) for p in self._stacked([e for row in sends for e in row])], 1)
+        shapes = self._shapes()
+        stacked = self._stacked([e for row in sends for e in row])
+        flat = torch.cat([p.reshape(p.shape[0], s.numel()) for p, s in zip(stacked, shapes, strict=True)], 1)
         movement = Movement(self.group.tokens, [len(row) for row in sends], receives, "copies of experts")
         got = complete(issue(flat, movement), movement)
         # they arrive in order of their ranks; slots are in the order of the plan
@@ -120,8 +122,7 @@ class Experts(nn.Module):
         back = torch.empty(len(by_rank), dtype=torch.long)
         back[torch.tensor(by_rank, dtype=torch.long)] = torch.arange(len(by_rank))
         got = got.index_select(0, back.to(got.device))
-        shapes = self._shapes()
-        return [v.reshape(-1, *s) for v, s in zip(got.split([s.numel() for s in shapes], 1), shapes, strict=True)]
+        return [v.reshape(len(by_rank), *s) for v, s in zip(got.split([s.numel() for s in shapes], 1), shapes, strict=True)]
 
 
 class ExpertBank(Experts):
@@ -241,7 +242,9 @@ class ExpertList(Experts):
         for i, part in enumerate(rows.split(counts)):
             mine = {n: v[i] for n, v in zip(names, values, strict=True)}
             out.append(functional_call(template, {**buffers, **mine}, (part,)))
-        return torch.cat(out) if out else rows.new_empty(0, self._width(rows))
+        if not out:  # nothing to compute, but the way back of the copies must stay in the graph
+            return rows.new_empty(0, self._width(rows)) + sum(v.sum() for v in values)
+        return torch.cat(out)
 
     def _width(self, rows: Tensor) -> int:
         with torch.no_grad():

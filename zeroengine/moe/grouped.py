@@ -71,10 +71,12 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Tensor, counts: tuple[int, ...]) -> Tensor:
         ctx.counts = counts
-        return bias.repeat_interleave(torch.tensor(counts, device=bias.device), 0)
+        return bias.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device=bias.device), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.counts:
+            return grad.new_zeros(0, grad.shape[1]), None
         return torch.stack([part.sum(0) for part in grad.split(list(ctx.counts))]), None
 
 
