@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroengine.checkpoint import find_checkpoint, load, save
 from zeroengine.checkpoint.ranks import Ranks
+from zeroengine.engine.experts import place_parts
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
@@ -108,7 +109,7 @@ class CheckpointMethods:
             pieces.update(optimizer_pieces(optimizer))
         save(
             Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}"),
-            self._pieces_to_save(pieces),
+            self._pieces_to_save(place_parts(pieces, self.module)),
             {**self._counters(), "client_state": dict(client_state or {})},
             {"random": random_states()},
             process_group=None,
@@ -152,7 +153,7 @@ class CheckpointMethods:
             return None, {}
         optimizer = None if load_module_only else self.mechanism.optimizer
         with_state = optimizer is not None and load_optimizer_states
-        pieces = model_pieces(self.module, self.mechanism, exclude_frozen=False)
+        pieces = place_parts(model_pieces(self.module, self.mechanism, exclude_frozen=False), self.module)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         where: dict[str, Any] = {"process_group": None, "rank": rank, "world": world}
@@ -173,13 +174,14 @@ class CheckpointMethods:
         return str(found), dict(loaded.replicated.get("client_state", {}))
 
     def _load_optimizer(self, found: Path, optimizer: ZeroOptimizer, where: dict[str, Any]) -> None:
-        masters = load(found, master_pieces(optimizer), strict=False, only=["master."], verify=False, **where)
-        if masters.missing and len(masters.missing) < len(master_pieces(optimizer)):
+        wanted = place_parts(master_pieces(optimizer), self.module)
+        masters = load(found, wanted, strict=False, only=["master."], verify=False, **where)
+        if masters.missing and len(masters.missing) < len(wanted):
             raise CheckpointError(
                 f"{found} lacks the masters of {', '.join(masters.missing[:5])}; load with load_module_only=True"
             )
         optimizer.make_state()
-        wanted = optimizer_pieces(optimizer)
+        wanted = place_parts(optimizer_pieces(optimizer), self.module)
         state = load(found, wanted, strict=False, only=["optim."], verify=False, **where)
         without = self._without_state(found, wanted, set(state.missing))
         restore_state(optimizer.optimizer, optimizer.held(), wanted, without)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroengine.comm.local import LocalCommunicator
 from zeroengine.config import Config
@@ -18,8 +18,9 @@ from zeroengine.moe.hf import GlobalRouterLoss, convert, is_stacked_experts, rev
 from zeroengine.moe.layer import SparseLayer, sparse_layers
 from zeroengine.moe.statistics import LayerStatistics, Statistics
 from zeroengine.zero.build import Groups, check_same
-from zeroengine.zero.experts import expert_part
 from zeroengine.zero.held import claim
+from zeroengine.zero.layout import Piece
+from zeroengine.zero.tensor import tensor_shard
 
 
 class ExpertParallel:
@@ -46,34 +47,10 @@ class ExpertParallel:
     def remove(self) -> None:
         """Gives every layer all of its experts, and the model its own modules. Collective. After the buckets are gone."""
         for layer in self.layers.values():
-            layer.gather(self._whole)
+            layer.gather()
         revert(self._model, self._converted)
         if self._router_loss is not None:
             self._router_loss.remove()
-
-    def whole(self, param: nn.Parameter, value: Tensor) -> Tensor:
-        """`value`, which belongs to `param` here, for all experts: along dimension 0 of a bank, stacked for an expert of a list.
-        The same object for any other parameter. Collective over the ranks that share the experts."""
-        part = expert_part(param)
-        if part is None:
-            return value
-        full = torch.empty(self.group.size * value.numel(), dtype=value.dtype, device=value.device)
-        self.group.tokens.all_gather(full, value.detach().contiguous().view(-1), f"all experts' {part.place}").wait()
-        shape = (-1, *value.shape[1:]) if part.stacked else (self.group.size, *value.shape)
-        return full.view(shape)
-
-    def by_expert(self, name: str, param: nn.Parameter, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters of all ranks that are stacked in `whole`, by name; empty for a parameter that has one name."""
-        part = expert_part(param)
-        if part is None or part.stacked:
-            return {}
-        at, _, inner = part.place.partition(".")
-        head = name.removesuffix(f".{inner}").rpartition(".")
-        per_rank = part.experts // part.size
-        return {f"{head[0]}.{r * per_rank + int(at)}.{inner}": value for r, value in enumerate(whole)}
-
-    def _whole(self, param: nn.Parameter) -> Tensor:
-        return self.whole(param, param.data)
 
     def after_step(self) -> None:
         """Moves the biases of routers that balance by them. Collective."""
@@ -154,3 +131,14 @@ def groups_of(mesh: Mesh) -> Groups:
         e = mesh.experts
         experts = Groups(e.params, e.grads, mesh.replicate_grads, mesh.control, equal=e.equal)
     return Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control, experts)
+
+
+def place_parts(pieces: dict[str, list[Piece]], model: nn.Module) -> dict[str, list[Piece]]:
+    """Tells the pieces of parameters that are parts of whole ones, and of what an optimizer keeps for them, where in the whole they
+    lie: that is what a checkpoint saves and loads, at any degree. Returns `pieces`."""
+    parts = {name: (p.shape, shard) for name, p in model.named_parameters() if (shard := tensor_shard(p)) is not None}
+    for piece in (piece for each in pieces.values() for piece in each) if parts else ():
+        shape, shard = parts.get(piece.name, (None, None))
+        if piece.shape == shape:  # else a step count, the same for all parts
+            piece.part = shard
+    return pieces

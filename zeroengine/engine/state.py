@@ -10,23 +10,26 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.checkpoint import agree
+from zeroengine.zero.experts import by_name
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import whole_value
 
 if TYPE_CHECKING:
-    from zeroengine.engine.experts import ExpertParallel
     from zeroengine.engine.mechanism import Mechanism
     from zeroengine.mesh import Mesh
 
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Values are views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of shared layers are joined. Values are
+    views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
         slot = slot_of(named[position][1])
         if slot is None:
-            yield named[position][0], named[position][1].data
+            name, p = named[position]
+            yield name, whole_value(p, p.data, name)
             position += 1
             continue
         with mechanism.sharder.gathered([slot.bucket]):
@@ -34,7 +37,8 @@ def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[
                 here = slot_of(named[position][1])
                 if here is None or here.bucket is not slot.bucket:
                     break
-                yield named[position][0], named[position][1].data
+                name, p = named[position]
+                yield name, whole_value(p, p.data, name)
                 position += 1
 
 
@@ -44,7 +48,6 @@ class WeightMethods:
     module: nn.Module
     mechanism: Mechanism
     mesh: Mesh
-    experts: ExpertParallel | None
 
     def full_state_dict(
         self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
@@ -52,27 +55,23 @@ class WeightMethods:
         """The module's complete state_dict in host memory on rank 0 (None elsewhere); tied weights under each of their
         names share memory. Collective; one bucket is gathered at a time. `dtype` casts floating-point parameters."""
         keep = self.mesh.rank == 0
-        values: dict[int, Tensor] = {}
-        of_experts: dict[int, dict[str, Tensor]] = {}
-        by_name = dict(self.module.named_parameters())
+        values: dict[int, dict[str, Tensor]] = {}
+        params = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
-            p = by_name[name]
-            if self.experts is not None:
-                value = self.experts.whole(p, value)
+            p = params[name]
+            found = by_name(p, name, value)
             if keep and not (exclude_frozen_parameters and not p.requires_grad):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                values[id(p)] = value.detach().to(device="cpu", dtype=cast, copy=True)
-                of_experts[id(p)] = {} if self.experts is None else self.experts.by_expert(name, p, values[id(p)])
+                values[id(p)] = {n: v.detach().to(device="cpu", dtype=cast, copy=True) for n, v in found.items()}
         if not keep:
             return None
         result: dict[str, Tensor] = {}
         for prefix, child in self.module.named_modules(remove_duplicate=False):
             at = prefix + "." if prefix else ""
             for name, p in child._parameters.items():
-                if p is not None and of_experts.get(id(p)):
-                    result.update(of_experts[id(p)])
-                elif p is not None and id(p) in values:
-                    result[at + name] = values[id(p)]
+                if p is not None and id(p) in values:
+                    kept = values[id(p)]  # of an expert, all ranks' of the same place
+                    result.update(kept if len(kept) > 1 else {at + name: next(iter(kept.values()))})
                 elif p is not None and not p.numel():
                     result[at + name] = torch.empty(p.shape, dtype=p.dtype)
             for name, b in child._buffers.items():

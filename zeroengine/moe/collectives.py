@@ -147,7 +147,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return _at(grad, order, ctx.tokens * ctx.k).view(ctx.tokens, ctx.k, -1).sum(1), None, None
+        return _at(grad, order, ctx.tokens * ctx.k).view(ctx.tokens, ctx.k, grad.shape[1]).sum(1), None, None
 
 
 def spread(tokens: Tensor, order: Tensor, k: int) -> Tensor:

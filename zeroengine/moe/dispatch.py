@@ -163,5 +163,5 @@ class Dispatcher:
             if hop.order is not None:
                 rows = hop.order.undo(rows)
         wide = torch.promote_types(rows.dtype, weights.dtype)
-        chosen = place(rows, route.order, route.tokens * route.k).view(route.tokens, route.k, -1).to(wide)
+        chosen = place(rows, route.order, route.tokens * route.k).view(route.tokens, route.k, rows.shape[1]).to(wide)
         return torch.bmm(weights.to(wide).unsqueeze(1), chosen).squeeze(1).to(rows.dtype)

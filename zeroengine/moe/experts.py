@@ -21,17 +21,15 @@ from zeroengine.moe.collectives import Movement, complete, issue
 from zeroengine.moe.dispatch import Route
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_bias, grouped_linear
-from zeroengine.zero.experts import ExpertPart, mark_elsewhere, mark_expert
+from zeroengine.zero.experts import ExpertPart, mark_elsewhere, mark_expert, of_all_ranks
 from zeroengine.zero.leaves import MARK
+from zeroengine.zero.tensor import TensorShard, mark_tensor_shard, whole_value
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "relu": F.relu,
 }
-
-Whole = Callable[[nn.Parameter], Tensor]
-"""Gives the values of all ranks' parameters of the same place: along dimension 0, or stacked. Collective."""
 
 
 class Experts(nn.Module):
@@ -93,7 +91,7 @@ class Experts(nn.Module):
     def _keep(self, local: range) -> None:
         raise NotImplementedError
 
-    def join(self, whole: Whole) -> None:
+    def join(self) -> None:
         """Holds all experts again. Collective."""
         raise NotImplementedError
 
@@ -190,8 +188,8 @@ class ExpertBank(Experts):
     def _keep(self, local: range) -> None:
         cut_stacked(self, local, self.group)
 
-    def join(self, whole: Whole) -> None:
-        join_stacked(self, whole)
+    def join(self) -> None:
+        join_stacked(self)
         self._alone()
 
 
@@ -201,13 +199,16 @@ def cut_stacked(module: nn.Module, local: range, group: ExpertGroup) -> None:
         if p is not None:
             p.data = p.data[local.start : local.stop].clone()
             mark_expert(p, ExpertPart(group.size, group.rank, len(local) * group.size, name))
+            mark_tensor_shard(p, TensorShard.over(group.tokens, 0))
 
 
-def join_stacked(module: nn.Module, whole: Whole) -> None:
-    for p in module._parameters.values():
+def join_stacked(module: nn.Module) -> None:
+    """Undoes `cut_stacked`. Collective."""
+    for name, p in module._parameters.items():
         if p is not None:
-            p.data = whole(p)
+            p.data = whole_value(p, p.data, f"all experts' {name}")
             mark_expert(p, None)
+            mark_tensor_shard(p, None)
 
 
 class ExpertList(Experts):
@@ -253,7 +254,8 @@ class ExpertList(Experts):
     def _stacked(self, at: list[int]) -> list[Tensor]:
         experts = [dict(self.expert(self.local.start + i).named_parameters()) for i in at]
         first = dict(self.expert(self.local.start).named_parameters())
-        return [torch.stack([e[n] for e in experts]) if at else p.new_empty(0, *p.shape) for n, p in first.items()]
+        # a rank that sends none has its place in the graph all the same: the way back is collective
+        return [torch.stack([e[n] for e in experts]) if at else p.unsqueeze(0)[:0] for n, p in first.items()]
 
     def _shapes(self) -> list[torch.Size]:
         return [p.shape for p in self.expert(self.local.start).parameters()]
@@ -267,10 +269,9 @@ class ExpertList(Experts):
         for number in local:
             for name, p in self.expert(number).named_parameters():
                 place = f"{number - local.start}.{name}"
-                mark_expert(p, ExpertPart(self.group.size, self.group.rank, self.num_experts, place, stacked=False))
+                mark_expert(p, ExpertPart(self.group.size, self.group.rank, self.num_experts, place, False, self.group.tokens))
 
-    def join(self, whole: Whole) -> None:
-        """`whole` gives the values of all ranks' parameters of the same place, stacked."""
+    def join(self) -> None:
         mine, per_rank = list(self.local), len(self.local)
         made: dict[int, nn.Module] = {number: self.expert(number) for number in mine}
         for at, number in enumerate(mine):
@@ -280,7 +281,7 @@ class ExpertList(Experts):
                 if other not in made:
                     made[other] = copy.deepcopy(source)
             for name, p in source.named_parameters():
-                stacked = whole(p)
+                stacked = of_all_ranks(p, p.data)
                 mark_expert(p, None)
                 for rank, other in enumerate(others):
                     target = made[other].get_parameter(name)

@@ -19,7 +19,7 @@ from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ModelError
 from zeroengine.moe.collectives import sum_over_ranks
 from zeroengine.moe.dispatch import Dispatcher
-from zeroengine.moe.experts import Experts, Whole, cut_stacked, join_stacked
+from zeroengine.moe.experts import Experts, cut_stacked, join_stacked
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_linear
 from zeroengine.moe.statistics import Statistics, recomputing
@@ -84,10 +84,10 @@ class SharedStackedExperts(Experts):
             self.split(group, subject)
         self._dispatcher = Dispatcher(group, self.num_experts, subject)
 
-    def gather(self, whole: Whole) -> None:
+    def gather(self) -> None:
         """As `SparseExperts.gather`."""
         if self.group.size > 1:
-            self.join(whole)
+            self.join()
         self._dispatcher = Dispatcher(alone(), self.num_experts, "experts")
 
     def balances(self, speed: float) -> bool:
@@ -133,8 +133,8 @@ class SharedStackedExperts(Experts):
     def _keep(self, local: range) -> None:
         cut_stacked(self, local, self.group)
 
-    def join(self, whole: Whole) -> None:
-        join_stacked(self, whole)
+    def join(self) -> None:
+        join_stacked(self)
         self._alone()
 
     def balance(self, load: Tensor, speed: float) -> None:

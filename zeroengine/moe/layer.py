@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroengine.errors import ConfigError
 from zeroengine.moe.capacity import Capacity, Priority
 from zeroengine.moe.dispatch import Dispatcher
-from zeroengine.moe.experts import ExpertList, Experts, Whole
+from zeroengine.moe.experts import ExpertList, Experts
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.router import Noise, Router, RouterRule
 from zeroengine.moe.statistics import Statistics, recomputing
@@ -29,7 +29,7 @@ class SparseLayer(Protocol):
 
     def spread(self, group: ExpertGroup, subject: str) -> None: ...
 
-    def gather(self, whole: Whole) -> None: ...
+    def gather(self) -> None: ...
 
     def balances(self, speed: float) -> bool: ...
 
@@ -66,10 +66,10 @@ class SparseExperts(nn.Module):
         self._dispatcher = Dispatcher(group, self.experts.num_experts, subject)
         self.router.peers, self.router.subject = group.batch, subject
 
-    def gather(self, whole: Whole) -> None:
+    def gather(self) -> None:
         """Holds all experts and is alone again. Collective."""
         if self.experts.group.size > 1:
-            self.experts.join(whole)
+            self.experts.join()
         self._dispatcher = Dispatcher(alone(), self.experts.num_experts, "experts")
         self.router.peers = alone().batch
 

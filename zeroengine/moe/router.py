@@ -126,7 +126,7 @@ class Router(nn.Module):
         if self.bias is not None:
             compared = compared + self.bias
         if rule.groups > 1:
-            grouped = compared.view(-1, rule.groups, self.num_experts // rule.groups)
+            grouped = compared.view(compared.shape[0], rule.groups, self.num_experts // rule.groups)
             best = grouped.topk(min(_PER_GROUP if rule.score == "sigmoid" else 1, grouped.shape[-1]), -1)[0].sum(-1)
             chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rule.top_groups, -1)[1], True)
             compared = grouped.masked_fill(~chosen.unsqueeze(-1), float("-inf")).view_as(compared)

@@ -17,9 +17,10 @@ from zeroengine.optim.state import carry_state, check_fresh
 from zeroengine.optim.update import FlatMaster
 from zeroengine.optim.whole import WholeUpdate
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.experts import is_elsewhere
+from zeroengine.zero.experts import expert_part, is_elsewhere
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import tensor_shard
 
 Groups = Sequence[Mapping[str, Any]]
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -97,8 +98,16 @@ class Parts:
                 continue
             for p in group["params"]:
                 found = self._place(p, g)
-                if found is not None:
-                    chosen.setdefault(found[0], set()).add(found[1])
+                if found is None:
+                    continue
+                part = expert_part(p)
+                if part is not None and part.stacked:
+                    raise ConfigError(
+                        f"optimizer {self._cls.__name__} looks at whole parameters, and mesh.ep gives each rank a part of '{found[2]}'; "
+                        "use an optimizer that updates each element by itself (Adam, AdamW, SGD, ...), or make the experts modules of "
+                        "their own (zeroengine.moe.ExpertList)"
+                    )
+                chosen.setdefault(found[0], set()).add(found[1])
         return {bucket: frozenset(indices) for bucket, indices in chosen.items()}
 
     def _add_whole(self, chosen: dict[int, frozenset[int]]) -> None:
@@ -185,7 +194,9 @@ def _replace(inner: torch.optim.Optimizer, parts: Parts) -> None:
         for p in params:
             slot = slot_of(p)
             if p in made and slot is not None:
-                carry_state(inner, made[p], p.shape, parts.of(slot.bucket.index, slot.index), _starts(parts, slot))
+                shard = tensor_shard(p)  # the constructor saw the whole parameter
+                state = made[p] if shard is None else shard.cut_state(made[p], p.shape)
+                carry_state(inner, state, p.shape, parts.of(slot.bucket.index, slot.index), _starts(parts, slot))
     for group, mine in zip(inner.param_groups, after, strict=True):
         group["params"] = mine
         group.pop("param_names", None)  # one name for each parameter, and there may be more parts or fewer

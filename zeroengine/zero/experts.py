@@ -3,9 +3,12 @@ ones; everything else about them is as for any parameter."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from zeroengine.comm.protocol import Communicator
 
 _ATTRIBUTE = "_zero_expert"
 _ELSEWHERE = "_zero_expert_elsewhere"
@@ -23,6 +26,7 @@ class ExpertPart:
     experts: int
     place: str
     stacked: bool = True
+    comm: Communicator | None = field(default=None, compare=False, repr=False)  # of the ranks that have the parts
 
 
 def mark_expert(param: Tensor, part: ExpertPart | None) -> None:
@@ -39,6 +43,29 @@ def common_name(name: str, param: Tensor) -> str:
         return name
     inner = part.place.partition(".")[2]
     return f"{name.removesuffix('.' + inner).rpartition('.')[0]}.{part.place}"
+
+
+def of_all_ranks(param: Tensor, value: Tensor) -> Tensor:
+    """`value`, which belongs to `param` of an expert of a list here, with those of the other ranks' experts of the same place:
+    stacked by rank. Collective over the ranks that share the experts."""
+    part = expert_part(param)
+    if part is None or part.comm is None:
+        raise ValueError("the parameter belongs to no expert that ranks share")
+    full = torch.empty(part.size * value.numel(), dtype=value.dtype, device=value.device)
+    part.comm.all_gather(full, value.detach().contiguous().view(-1), f"all experts' {part.place}").wait()
+    return full.view(part.size, *value.shape)
+
+
+def by_name(param: Tensor, name: str, value: Tensor) -> dict[str, Tensor]:
+    """`value` of `param` under its `name`; of an expert of a list with those of the other ranks' experts, under theirs. Collective
+    over the ranks that share the experts."""
+    part = expert_part(param)
+    if part is None or part.stacked:
+        return {name: value}
+    at, _, inner = part.place.partition(".")
+    head = name.removesuffix(f".{inner}").rpartition(".")[0]
+    each = part.experts // part.size
+    return {f"{head}.{r * each + int(at)}.{inner}": v for r, v in enumerate(of_all_ranks(param, value))}
 
 
 def mark_elsewhere(param: Tensor) -> None:
