@@ -8,23 +8,25 @@ from tests.moe.common import Case, distance, reference, train
 from tests.ranks import run_ranks
 
 WORST = 2e-6  # relative, after three steps
+WORST_ADAM = 1e-4  # of weights whose gradients are all rounding: Adam divides by their size
 
 
 def check(world: int, cases: list[Case]) -> None:
     got = run_ranks(train, world, cases, timeout=150)
     for i, case in enumerate(cases):
         want = reference(case)
+        worst = WORST if case.optimizer == "SGD" else WORST_ADAM
         losses = torch.tensor([[r[i]["losses"] for r in got]]).mean((0, 1))
         assert distance(losses, torch.tensor(want["losses"])) <= WORST, (case, losses, want["losses"])
         for r in got:
             assert distance(torch.tensor(r[i]["norms"]), torch.tensor(want["norms"])) <= WORST, (case, r[i]["norms"], want["norms"])
             assert r[i]["given back"].keys() == want["weights"].keys()
             for name, value in want["weights"].items():
-                assert distance(r[i]["given back"][name], value) <= WORST, (case, name)
+                assert distance(r[i]["given back"][name], value) <= worst, (case, name)
         whole = got[0][i]["weights"]
         assert whole is not None and whole.keys() == want["weights"].keys(), case
         for name, value in want["weights"].items():
-            assert distance(whole[name], value) <= WORST, (case, name)
+            assert distance(whole[name], value) <= worst, (case, name)
 
 
 def test_two_ranks() -> None:

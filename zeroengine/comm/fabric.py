@@ -114,6 +114,8 @@ class Fabric:
 
         def make() -> None:
             group = self._new_group(name, members, "gloo")
+            if len(members) < self.world_size:
+                _forget_addresses(group)
             found.append((group, self._memory.transport(name, group, members, members.index(self.rank))))
 
         try:
@@ -132,3 +134,15 @@ class Fabric:
         )
         # only the members meet; the whole world needs no such exception to torch's rule that all ranks make all groups
         return make() if len(members) == self.world_size else make(use_local_synchronization=True)
+
+
+def _forget_addresses(group: dist.ProcessGroup) -> None:
+    """Takes this rank's address out of the store where the members of a Gloo group have met, once all have connected. Collective;
+    another operation of the group must follow before any of its ranks makes a group.
+
+    torch names a group of some ranks after them and the number of groups that there are. A later group of the same ranks can
+    so get the name of one that has ended, and would connect to the addresses that it finds under it.
+    """
+    dist.barrier(group=group)
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    store.delete_key(f"cpu//0/{dist.get_rank(group)}")

@@ -103,13 +103,15 @@ def expert_group(settings: Config, mesh: Mesh) -> ExpertGroup:
     )
 
 
-def spread_experts(model: nn.Module, settings: Config, mesh: Mesh, groups: Groups) -> ExpertParallel | None:
+def spread_experts(
+    model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False
+) -> ExpertParallel | None:
     """Spreads the experts of `model` over the `ep` ranks of `mesh`, and lets its routers see the global batch; None where it
-    has none. Collective. Raises `ModelError` for a model without experts where ranks should share them, and `ConfigError`
-    where they cannot."""
+    has none. Collective. Raises `ModelError` for a model without experts where ranks should share them (a `stage` of a pipeline
+    may have none), and `ConfigError` where they cannot."""
     shared = mesh.experts is not None
     if not sparse_layers(model) and not any(is_stacked_experts(m) for m in model.modules()):
-        if shared:
+        if shared and not stage:
             raise ModelError(
                 f"mesh.ep is over 1, but {type(model).__name__} has no layers with experts that ranks can share "
                 "(zeroengine.moe.MoE, or a mixture of experts of transformers); set mesh.ep to 1"

@@ -1,0 +1,175 @@
+"""What users of mixtures of experts have suffered from, on two and four ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.moe.common import Case, build, cut, settings, tokens
+from tests.ranks import run_ranks
+
+
+def _router_of(choices: Tensor) -> Any:
+    """Sends token t to the experts choices[t], whatever it is."""
+    from zeroengine.moe.router import Routing
+
+    class Scripted(nn.Module):
+        num_experts = 4
+        peers = None
+        subject = ""
+
+        def __init__(self) -> None:
+            from zeroengine.moe.statistics import Statistics
+
+            super().__init__()
+            self.statistics = Statistics(4)
+            self.bias = None
+            self.choices = choices
+
+        def forward(self, x: Tensor) -> Routing:
+            weights = torch.full(self.choices.shape, 0.5)
+            return Routing(self.choices, weights, None, x.new_zeros(()))
+
+    return Scripted()
+
+
+def _maxima(rank: int, world: int, k: int) -> list[list[float]]:
+    """Local maxima of the ranks are 3 and 4; in training and evaluation."""
+    import zeroengine
+    from zeroengine.moe import ExpertList
+    from zeroengine.moe.layer import SparseExperts
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            experts = [nn.Linear(2, 2, bias=False) for _ in range(4)]
+            for i, e in enumerate(experts):
+                nn.init.constant_(e.weight, float(i + 1))
+            first = torch.tensor([[0], [0], [0], [3], [2]] if rank == 0 else [[1], [1], [1], [1], [2]])
+            choices = first if k == 1 else torch.cat([first, (first + 1) % 4], 1)
+            self.layer = SparseExperts(_router_of(choices), ExpertList(experts))  # type: ignore[arg-type]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    engine, *_ = zeroengine.initialize(model=Net(), config=settings(Case(ep=world)))
+    out = []
+    for training in (True, False):
+        engine.train(training)
+        out.append(engine(torch.ones(5, 2)).sum(1).tolist())
+    return out
+
+
+def test_ranks_with_unlike_largest_loads_do_not_stall() -> None:
+    for k in (1, 2):
+        got = run_ranks(_maxima, 2, k, timeout=60)
+        first = [[1, 1, 1, 4, 3], [2, 2, 2, 2, 3]]
+        for rank, rows in enumerate(got):
+            want = [0.5 * 4 * sum((e - 1 + j) % 4 + 1 for j in range(k)) for e in first[rank]]
+            assert rows == [want, want]
+
+
+def _ones(rank: int, world: int) -> list[bool]:
+    """Every element gets a gradient of one."""
+    import zeroengine
+
+    case = Case(ep=2, stage=2, kind="list")
+    model = build(case)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine, *_ = zeroengine.initialize(model=model, config=settings(case))
+    loss = torch.stack([p.sum() for p in engine.module.parameters()]).sum()
+    engine.backward(loss)
+    engine.step()
+    after = engine.full_state_dict()
+    engine.destroy()
+    # a dense gradient is the mean over four ranks; the sum of an expert's two holders is divided by all four
+    moves = {n: 0.025 if "experts" in n else 0.05 for n in before}
+    return [after is None or torch.allclose(before[n] - after[n], torch.full_like(before[n], moves[n]), atol=1e-6) for n in before]
+
+
+def test_every_element_moves_and_replicas_agree() -> None:
+    assert all(all(found) for found in run_ranks(_ones, 4, timeout=60))
+
+
+def _norms(rank: int, world: int, ep: int, stage: int) -> tuple[float, bool]:
+    """Expert gradients with squares 4, 16, 40 and 60."""
+    import zeroengine
+    from zeroengine.moe import ExpertList
+    from zeroengine.moe.layer import SparseExperts
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            experts = [nn.Linear(1, 1, bias=False) for _ in range(4)]
+            self.layer = SparseExperts(_router_of(torch.arange(4)[:, None]), ExpertList(experts))  # type: ignore[arg-type]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0].sum()
+
+    engine, *_ = zeroengine.initialize(model=Net(), config=settings(Case(ep=ep, stage=stage, clip=1.0)))
+    loss = engine(2 * torch.tensor([[4.0], [16.0], [40.0], [60.0]]).sqrt())
+    engine.backward(loss)
+    engine.step()
+    return float(engine.get_global_grad_norm()), engine.was_step_clipped()
+
+
+def test_the_clip_norm_counts_every_expert_once_wherever_it_is() -> None:
+    for ep in (1, 2):
+        for stage in (0, 3):
+            for norm, clipped in run_ranks(_norms, 2, ep, stage, timeout=60):
+                assert abs(norm - 120**0.5) < 1e-4 and clipped
+
+
+def _parameters(rank: int, world: int, how: str) -> tuple[list[float], list[float]]:
+    """`model.parameters()` straight in, or groups with options of their own."""
+    import zeroengine
+
+    case = Case(ep=2, stage=1, kind="list")
+    model = build(case)
+    config = {n: v for n, v in settings(case).items() if n != "optimizer"}
+    given: Any
+    if how == "plain":
+        given = torch.optim.SGD(model.parameters(), lr=0.05)
+    else:
+        experts = [p for n, p in model.named_parameters() if "experts" in n]
+        others = [p for n, p in model.named_parameters() if "experts" not in n]
+        given = torch.optim.SGD([{"params": experts, "lr": 0.0}, {"params": others}], lr=0.05)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    engine, *_ = zeroengine.initialize(model=model, optimizer=given, config=config)
+    x, y = tokens(case, 0, 0)
+    mine = cut(case, world, rank)
+    loss = engine(x[mine], y[mine], torch.tensor(world / len(x)))
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    moved = {n: float((v - before[n]).abs().max()) for n, v in model.state_dict().items()}
+    return [m for n, m in moved.items() if "experts" in n], [m for n, m in moved.items() if "experts" not in n]
+
+
+def test_no_optimizer_group_is_made_by_hand() -> None:
+    for experts, others in run_ranks(_parameters, 2, "plain", timeout=60):
+        assert min(experts) > 0 and min(others) > 0
+    for experts, others in run_ranks(_parameters, 2, "groups", timeout=60):
+        assert max(experts) == 0 and min(others) > 0
+
+
+def _statistics(rank: int, world: int) -> Any:
+    import zeroengine
+
+    case = Case(ep=2, k=2, layer={"drop_tokens": True, "capacity_factor": 0.5, "min_capacity": 1, "priority": "position"})
+    engine, *_ = zeroengine.initialize(model=build(case), config=settings(case))
+    for step in range(2):
+        x, y = tokens(case, step, 0)
+        mine = cut(case, world, rank)
+        engine.backward(engine(x[mine], y[mine], torch.tensor(world / len(x))))
+        engine.step()
+    return engine.expert_statistics()["moe.sparse"]
+
+
+def test_statistics_are_those_of_the_last_step() -> None:
+    first, second = run_ranks(_statistics, 2, timeout=60)
+    assert first == second and sum(first.load) == 2 * 20
+    limit = 5  # 0.5 * 2 * 20 / 4
+    assert first.dropped == sum(max(0, n - limit) for n in first.load) and 0 < first.entropy <= 1.3863 and first.skew >= 1.0
