@@ -43,7 +43,8 @@ def _train(rank: int, world: int, runs: list[tuple[str, int]]) -> list[Any]:
     zeroengine.init_distributed(verbose=False)
     found = []
     for schedule, stage in runs:
-        config = common.config(stage, MICRO, mesh={"pp": 2, "ep": 2}, gradient_clipping=0.5, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        config = common.config(stage, MICRO, mesh={"pp": 2, "ep": 2}, gradient_clipping=0.5, optimizer=sgd)
         engine, *_ = zeroengine.initialize(model=module(2, schedule), config=config)
         losses, norms = [], []
         for step in range(STEPS):
