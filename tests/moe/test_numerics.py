@@ -71,3 +71,12 @@ def test_four_ranks() -> None:
         Case(k=2, ep=4, stage=2, weights=uneven, config={"moe": {"two_hop": True, "ranks_per_node": 2}}),
         Case(k=2, ep=4, stage=1, kind="all-to-one", config={"moe": {"two_hop": True, "ranks_per_node": 2, "copies": True}}),
     ])  # fmt: skip
+
+
+def test_sixteen_bits_stay_near() -> None:
+    cases = [Case(dtype="bf16", ep=2, stage=2), Case(dtype="bf16", ep=2, stage=3, kind="list"), Case(dtype="fp16", ep=2, stage=1)]
+    got = run_ranks(train, 2, cases, timeout=90)
+    for i, case in enumerate(cases):
+        want = torch.tensor(reference(Case())["losses"] if case.kind == "bank" else reference(Case(kind="list"))["losses"])
+        losses = torch.tensor([r[i]["losses"] for r in got]).mean(0)
+        assert distance(losses, want) <= 0.03, (case, losses, want)
