@@ -108,9 +108,10 @@ def train(rank: int, world: int, cases: list[Case], steps: int = 3) -> list[dict
             total = 0.0
             for micro in range(case.accumulation):
                 x, y = tokens(case, step, micro)
-                mine = cut(case, world, rank)
+                groups = engine.mesh.sample_groups
+                mine = cut(case, groups, engine.mesh.sample_group)
                 torch.manual_seed(step)
-                share = torch.tensor(world / len(x))
+                share = torch.tensor(groups / len(x))
                 loss = engine(x[mine], y[mine], share)
                 engine.backward(loss)
                 engine.step()

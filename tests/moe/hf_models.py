@@ -65,9 +65,9 @@ def train(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -> list
         engine, *_ = zeroengine.initialize(model=model, config=config)
         assert any(type(m).__name__ == "SharedStackedExperts" for m in model.modules())
         losses = []
-        rows = ROWS // world
+        at, rows = engine.mesh.sample_group, ROWS // engine.mesh.sample_groups
         for step in range(5):
-            mine = {n: t[rank * rows : (rank + 1) * rows] for n, t in batch(step).items()}
+            mine = {n: t[at * rows : (at + 1) * rows] for n, t in batch(step).items()}
             loss = engine(**mine).loss
             engine.backward(loss)
             engine.step()

@@ -34,3 +34,12 @@ def test_two_ranks() -> None:
         ("deepseek", settings(2, 1)), ("olmoe", settings(2, 0)), ("gpt-oss", settings(2, 3)),
         ("qwen3", settings(2, 1, moe={"copies": True})), ("gpt-oss", settings(2, 1, moe={"copies": True})),
     ])  # fmt: skip
+
+
+def test_layers_split_over_ranks_that_hold_the_same_experts() -> None:
+    mesh = {"ep": 2, "tp": 2}
+    check(4, [("mixtral", settings(2, 1, mesh=mesh)), ("qwen3", settings(2, 3, mesh=mesh))])
+
+
+def test_sequences_and_experts_over_the_same_ranks() -> None:
+    check(2, [("mixtral", settings(2, 1, mesh={"ep": 2, "cp": 2})), ("qwen3", settings(2, 3, mesh={"ep": 2, "cp": 2}))])

@@ -73,6 +73,15 @@ def test_four_ranks() -> None:
     ])  # fmt: skip
 
 
+def test_experts_that_are_split_over_a_tensor_group() -> None:
+    mesh = {"mesh": {"ep": 2, "tp": 2}}
+    check(4, [
+        Case(k=2, ep=2, stage=1, kind="list", config=mesh, clip=0.1),
+        Case(k=1, ep=2, stage=3, kind="list", config=mesh, weights=(3, 7, 1, 6)),
+        Case(k=2, stage=2, kind="list", config={"mesh": {"tp": 2}}),
+    ])  # fmt: skip
+
+
 def test_sixteen_bits_stay_near() -> None:
     cases = [Case(dtype="bf16", ep=2, stage=2), Case(dtype="bf16", ep=2, stage=3, kind="list"), Case(dtype="fp16", ep=2, stage=1)]
     got = run_ranks(train, 2, cases, timeout=90)

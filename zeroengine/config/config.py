@@ -27,6 +27,7 @@ from zeroengine.config.sections import (
     MoeSection,
     OptimizerSection,
     SchedulerSection,
+    SequenceParallelSection,
     TensorParallelSection,
     TorchAutocastSection,
 )
@@ -83,6 +84,9 @@ class Config(Section):
     mesh: MeshSection = key(None, "Degrees of parallelism.", ours=True, factory=MeshSection)
     moe: MoeSection = key(None, "Mixture of experts.", ours=True, factory=MoeSection)
     tensor_parallel: TensorParallelSection = key(None, "Another form of `mesh.tp`.", factory=TensorParallelSection)
+    sequence_parallel: SequenceParallelSection = key(
+        None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection
+    )
     health: HealthSection = key(None, "Waiting for other ranks.", ours=True, factory=HealthSection)
     activation_checkpointing: ActivationCheckpointingSection = key(
         None, "DeepSpeed's checkpointing function.", factory=ActivationCheckpointingSection

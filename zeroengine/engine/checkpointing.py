@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from zeroengine.checkpoint import find_checkpoint, load, save
 from zeroengine.checkpoint.ranks import Ranks
-from zeroengine.engine.experts import place_parts
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer

@@ -19,8 +19,6 @@ from zeroengine.moe.layer import SparseLayer, sparse_layers
 from zeroengine.moe.statistics import LayerStatistics, Statistics
 from zeroengine.zero.build import Groups, check_same
 from zeroengine.zero.held import claim
-from zeroengine.zero.layout import Piece
-from zeroengine.zero.tensor import tensor_shard
 
 
 class ExpertParallel:
@@ -133,14 +131,3 @@ def groups_of(mesh: Mesh) -> Groups:
         e = mesh.experts
         experts = Groups(e.params, e.grads, mesh.replicate_grads, mesh.control, equal=e.equal)
     return Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control, experts)
-
-
-def place_parts(pieces: dict[str, list[Piece]], model: nn.Module) -> dict[str, list[Piece]]:
-    """Tells the pieces of parameters that are parts of whole ones, and of what an optimizer keeps for them, where in the whole they
-    lie: that is what a checkpoint saves and loads, at any degree. Returns `pieces`."""
-    parts = {name: (p.shape, shard) for name, p in model.named_parameters() if (shard := tensor_shard(p)) is not None}
-    for piece in (piece for each in pieces.values() for piece in each) if parts else ():
-        shape, shard = parts.get(piece.name, (None, None))
-        if piece.shape == shape:  # else a step count, the same for all parts
-            piece.part = shard
-    return pieces

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
+from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
@@ -82,28 +84,29 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool = BufferPool()
+    pools = make_pools(groups)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
-    built = build_buckets(module, rule, groups, pool)
+    built = build_buckets(module, rule, groups, pools)
     sharder = build_sharder(module, built, config)
-    gradients, pools = build_gradients(built.buckets if trains else [], config, groups)
+    gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, (pool, *pools), gradients, groups, built.masters if trains else {})
+    return Mechanism(
+        built.buckets, sharder, reducer, tuple(pools.values()), gradients, groups, built.masters if trains else {}
+    )
 
 
 def build_gradients(
-    buckets: list[Bucket], config: Config, groups: Groups
-) -> tuple[list[BucketGradients], tuple[BufferPool, ...]]:
-    """What reduces the gradients of the trainable buckets, and the pools that it takes buffers from. The mean is over all ranks
-    that train together, also for experts, whose gradients are added up over fewer ranks: each has the tokens of others."""
-    pools = {g.grads.name: BufferPool(g.grads) for g in (groups, groups.experts) if g is not None}
+    buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]
+) -> list[BucketGradients]:
+    """What reduces the gradients of the trainable buckets. The mean is over all ranks that train together, also for experts,
+    whose gradients are added up over fewer ranks: each has the tokens of others."""
     made = []
     for b in buckets:
         if b.trainable:
             group, rule = groups.of(b.params[0]), gradient_rule(config, b, groups.data_parallel_size)
             made.append(BucketGradients(b, rule, group.grads, group.replicas, pools[group.grads.name]))
-    return made, tuple(pools.values())
+    return made
 
 
 def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
@@ -123,10 +126,11 @@ def build_scaler(config: Config) -> LossScaler:
 
 
 def attach_optimizer(
-    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
-) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. A model that is
-    refused is left as it was, and can be given again."""
+    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
+    tensor: Communicator | None = None,
+) -> ZeroOptimizer:  # fmt: skip
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
+    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
     mesh = mechanism.groups
     try:
         attached = attach(source, groups, mechanism.gradients, mechanism.masters)
@@ -134,6 +138,8 @@ def attach_optimizer(
             attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
             build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
         )  # fmt: skip
+        if tensor is not None:
+            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
     except Exception:
         mechanism.remove()
         raise

@@ -17,9 +17,8 @@ from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
-from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients
-from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
 
 _TEXT = 512  # bytes of a reason that travels between stages
@@ -186,15 +185,14 @@ class StageReducers(Reducer):
 def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
     """Shards the stages of this rank. Collective over the ranks with the same stages."""
     check_same(module, groups)
-    pool = BufferPool()
+    pools = make_pools(groups)
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
-    built = build_buckets(module, rule, groups, pool)
+    built = build_buckets(module, rule, groups, pools)
     sharder = build_sharder(module, built, config)
     by_part: dict[str, list[BucketGradients]] = {}
-    gradients, pools = build_gradients(built.buckets if trains else [], config, groups)
-    for made in gradients:
+    for made in build_gradients(built.buckets if trains else [], config, groups, pools):
         by_part.setdefault(module.part_of(made.bucket.layout.specs[0].name), []).append(made)
     parts: dict[str, Reducer] = {}
     for name in sorted(by_part):
@@ -202,7 +200,8 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    return Mechanism(built.buckets, sharder, reducers, (pool, *pools), reducers.gradients, groups, built.masters if trains else {})
+    held = tuple(pools.values())
+    return Mechanism(built.buckets, sharder, reducers, held, reducers.gradients, groups, built.masters if trains else {})
 
 
 class AcrossStages:

@@ -129,7 +129,12 @@ class Built:
     units: dict[str, list[int]] = field(default_factory=dict)
 
 
-def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool) -> Built:
+def make_pools(groups: Groups) -> dict[str, BufferPool]:
+    """Where buckets and gradients take buffers from, by the name of the communicator that reduces them."""
+    return {g.grads.name: BufferPool(g.grads) for g in (groups, groups.experts) if g is not None}
+
+
+def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pools: Mapping[str, BufferPool]) -> Built:
     """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Collective."""
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
@@ -149,7 +154,7 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
             chosen = [named[i] for i in members]
             claim([p for _, p in chosen])
             layout = BucketLayout.build([(n, p.shape) for n, p in chosen], group.params.size)
-            bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, group.params, pool, group.equal)
+            bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, group.params, pools[group.grads.name], group.equal)
             flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)
             _from_rank0(flat, group, bucket.subject)
             if trainable and dtype in (torch.bfloat16, torch.float16):
