@@ -17,7 +17,7 @@ def _router_of(choices: Tensor) -> Any:
 
     class Scripted(nn.Module):
         num_experts = 4
-        peers = None
+        group = None
         subject = ""
 
         def __init__(self) -> None:
@@ -173,3 +173,30 @@ def test_statistics_are_those_of_the_last_step() -> None:
     assert first == second and sum(first.load) == 2 * 20
     limit = 5  # 0.5 * 2 * 20 / 4
     assert first.dropped == sum(max(0, n - limit) for n in first.load) and 0 < first.entropy <= 1.3863 and first.skew >= 1.0
+
+
+def _copied(rank: int, world: int) -> list[bool]:
+    import copy
+
+    import zeroengine
+
+    case = Case(ep=1, layer={"drop_tokens": True})
+    engine, *_ = zeroengine.initialize(model=build(case), config=settings(case))
+    alone = copy.deepcopy(engine.module)
+    x, y = tokens(case, 0, 0)
+    if rank == 0:  # no other rank takes part
+        alone(x, y, torch.tensor(1.0)).backward()
+    return [p.grad is not None for p in alone.parameters()]
+
+
+def test_a_copy_of_a_model_is_a_plain_one() -> None:
+    got = run_ranks(_copied, 2, timeout=60)
+    assert all(got[0]) and not any(got[1])
+
+
+def test_names_of_deepspeed() -> None:
+    from zeroengine.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+
+    group = {"params": list(build(Case()).parameters()), "lr": 0.1}
+    assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert not any(is_moe_param(p) for p in group["params"])

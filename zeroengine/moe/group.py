@@ -47,7 +47,7 @@ class ExpertGroup:
         return self.tokens.rank
 
     def __deepcopy__(self, memo: object) -> ExpertGroup:
-        return self  # a copy of a model has the same experts on the same ranks
+        return self if self.size > 1 else alone()  # a copy of a model that has all its experts belongs to no engine
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
         return alone, ()  # a pickled model is a plain one

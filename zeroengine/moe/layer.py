@@ -64,14 +64,14 @@ class SparseExperts(nn.Module):
         if group.size > 1:
             self.experts.split(group, subject)
         self._dispatcher = Dispatcher(group, self.experts.num_experts, subject)
-        self.router.peers, self.router.subject = group.batch, subject
+        self.router.group, self.router.subject = group, subject
 
     def gather(self) -> None:
         """Holds all experts and is alone again. Collective."""
         if self.experts.group.size > 1:
             self.experts.join()
         self._dispatcher = Dispatcher(alone(), self.experts.num_experts, "experts")
-        self.router.peers = alone().batch
+        self.router.group = alone()
 
     def balances(self, speed: float) -> bool:
         """Whether the router has a bias that `balance` moves, by its own speed."""

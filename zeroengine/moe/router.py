@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError
 from zeroengine.moe.capacity import Capacity, Priority, kept
 from zeroengine.moe.collectives import sum_over_ranks
-from zeroengine.moe.group import alone
+from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.statistics import Statistics
 
 Score = Literal["softmax", "sigmoid"]
@@ -80,7 +79,7 @@ class Routing:
 class Router(nn.Module):
     """A linear layer over tokens, in fp32 whatever the model's type, and the choice that follows from it.
 
-    `peers` is the control communicator of the ranks that share a batch; `zeroengine.initialize` sets it.
+    `group` knows the ranks that share a batch; `zeroengine.initialize` sets it.
     """
 
     fp32_buffers = ("bias",)
@@ -93,12 +92,12 @@ class Router(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if rule.bias_speed > 0 else None)
-        self.peers: Communicator = alone().batch
+        self.group: ExpertGroup = alone()
         self.subject = "router"
         self.statistics = Statistics(num_experts)
 
     def forward(self, tokens: Tensor) -> Routing:
-        """`tokens` [T, H]. Collective over `peers` where there is a capacity, and in training where there is a loss."""
+        """`tokens` [T, H]. Collective over `group.batch` where there is a capacity, and in training where there is a loss."""
         rule = self.rule
         if self.training and rule.noise == "jitter":
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - rule.jitter, 1 + rule.jitter)
@@ -111,7 +110,7 @@ class Router(nn.Module):
         weights = weights * rule.scale
         keep = None
         if rule.capacity is not None:
-            keep = kept(index, weights.detach(), self.num_experts, rule.capacity, self.training, self.peers, self.subject)
+            keep = kept(index, weights.detach(), self.num_experts, rule.capacity, self.training, self.group.batch, self.subject)
         loss = self._losses(logits, scores, index)
         self.statistics.record(index, keep, scores, self.training)
         return Routing(index, weights, keep, loss)
@@ -143,7 +142,7 @@ class Router(nn.Module):
         load = torch.bincount(index.reshape(-1), minlength=self.num_experts).to(shares.dtype)
         tokens = load.new_tensor([float(index.shape[0])])
         sums = sum_over_ranks(
-            torch.cat([shares.sum(0), z.view(1), load, tokens]), self.peers, f"{self.subject}: sums of the router's losses"
+            torch.cat([shares.sum(0), z.view(1), load, tokens]), self.group.batch, f"{self.subject}: sums of the router's losses"
         )
         mean, z, load, tokens = sums.split([self.num_experts, 1, self.num_experts, 1])
         tokens = tokens.detach().clamp_min(1.0)
