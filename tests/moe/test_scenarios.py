@@ -200,3 +200,27 @@ def test_names_of_deepspeed() -> None:
     group = {"params": list(build(Case()).parameters()), "lr": 0.1}
     assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
     assert not any(is_moe_param(p) for p in group["params"])
+
+
+def _memory(rank: int, world: int) -> list[tuple[dict[str, int], dict[str, int], int]]:
+    import zeroengine
+
+    found = []
+    for ep, stage in ((1, 3), (2, 1), (2, 3)):
+        case = Case(ep=ep, stage=stage, optimizer="AdamW")
+        engine, *_ = zeroengine.initialize(model=build(case), config=settings(case))
+        x, y = tokens(case, 0, 0)
+        mine = cut(case, world, rank)
+        engine.backward(engine(x[mine], y[mine], torch.tensor(world / len(x))))
+        engine.step()
+        held = sum(p.numel() for n, p in engine.module.named_parameters() if "experts" in n)
+        found.append((engine.memory_report(), engine.planned_memory(), held))
+        engine.destroy()
+    return found
+
+
+def test_a_rank_holds_what_was_planned() -> None:
+    for found in run_ranks(_memory, 4, timeout=90):
+        for measured, planned, _ in found:
+            assert all(measured[kind] == planned[kind] for kind in ("parameters", "gradients", "optimizer")), (measured, planned)
+        assert found[1][2] * 2 == found[0][2]
