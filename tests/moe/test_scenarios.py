@@ -35,14 +35,14 @@ def _router_of(choices: Tensor) -> Any:
     return Scripted()
 
 
-def _maxima(rank: int, world: int, k: int) -> list[list[float]]:
-    """Local maxima of the ranks are 3 and 4; in training and evaluation."""
+def _maxima(rank: int, world: int) -> list[list[list[float]]]:
+    """Local maxima of the ranks are 3 and 4; in training and evaluation; one and two experts a token."""
     import zeroengine
     from zeroengine.moe import ExpertList
     from zeroengine.moe.layer import SparseExperts
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, k: int) -> None:
             super().__init__()
             experts = [nn.Linear(2, 2, bias=False) for _ in range(4)]
             for i, e in enumerate(experts):
@@ -54,19 +54,22 @@ def _maxima(rank: int, world: int, k: int) -> list[list[float]]:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)[0]
 
-    engine, *_ = zeroengine.initialize(model=Net(), config=settings(Case(ep=world)))
-    out = []
-    for training in (True, False):
-        engine.train(training)
-        out.append(engine(torch.ones(5, 2)).sum(1).tolist())
-    return out
+    found = []
+    for k in (1, 2):
+        engine, *_ = zeroengine.initialize(model=Net(k), config=settings(Case(ep=world)))
+        out = []
+        for training in (True, False):
+            engine.train(training)
+            out.append(engine(torch.ones(5, 2)).sum(1).tolist())
+        engine.destroy()
+        found.append(out)
+    return found
 
 
 def test_ranks_with_unlike_largest_loads_do_not_stall() -> None:
-    for k in (1, 2):
-        got = run_ranks(_maxima, 2, k, timeout=60)
-        first = [[1, 1, 1, 4, 3], [2, 2, 2, 2, 3]]
-        for rank, rows in enumerate(got):
+    first = [[1, 1, 1, 4, 3], [2, 2, 2, 2, 3]]
+    for rank, found in enumerate(run_ranks(_maxima, 2, timeout=60)):
+        for k, rows in enumerate(found, start=1):
             want = [0.5 * 4 * sum((e - 1 + j) % 4 + 1 for j in range(k)) for e in first[rank]]
             assert rows == [want, want]
 
@@ -93,7 +96,7 @@ def test_every_element_moves_and_replicas_agree() -> None:
     assert all(all(found) for found in run_ranks(_ones, 4, timeout=60))
 
 
-def _norms(rank: int, world: int, ep: int, stage: int) -> tuple[float, bool]:
+def _norms(rank: int, world: int) -> list[tuple[float, bool]]:
     """Expert gradients with squares 4, 16, 40 and 60."""
     import zeroengine
     from zeroengine.moe import ExpertList
@@ -108,25 +111,31 @@ def _norms(rank: int, world: int, ep: int, stage: int) -> tuple[float, bool]:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)[0].sum()
 
-    engine, *_ = zeroengine.initialize(model=Net(), config=settings(Case(ep=ep, stage=stage, clip=1.0)))
-    loss = engine(2 * torch.tensor([[4.0], [16.0], [40.0], [60.0]]).sqrt())
-    engine.backward(loss)
-    engine.step()
-    return float(engine.get_global_grad_norm()), engine.was_step_clipped()
+    found = []
+    for ep, stage in ((1, 0), (2, 0), (1, 3), (2, 3)):
+        engine, *_ = zeroengine.initialize(model=Net(), config=settings(Case(ep=ep, stage=stage, clip=1.0)))
+        loss = engine(2 * torch.tensor([[4.0], [16.0], [40.0], [60.0]]).sqrt())
+        engine.backward(loss)
+        engine.step()
+        found.append((float(engine.get_global_grad_norm()), engine.was_step_clipped()))
+        engine.destroy()
+    return found
 
 
 def test_the_clip_norm_counts_every_expert_once_wherever_it_is() -> None:
-    for ep in (1, 2):
-        for stage in (0, 3):
-            for norm, clipped in run_ranks(_norms, 2, ep, stage, timeout=60):
-                assert abs(norm - 120**0.5) < 1e-4 and clipped
+    for found in run_ranks(_norms, 2, timeout=60):
+        assert all(abs(norm - 120**0.5) < 1e-4 and clipped for norm, clipped in found), found
 
 
-def _parameters(rank: int, world: int, how: str) -> tuple[list[float], list[float]]:
+def _parameters(rank: int, world: int) -> list[tuple[list[float], list[float]]]:
+    return [_given(rank, world, how) for how in ("plain", "groups")]
+
+
+def _given(rank: int, world: int, how: str) -> tuple[list[float], list[float]]:
     """`model.parameters()` straight in, or groups with options of their own."""
     import zeroengine
 
-    case = Case(ep=2, stage=1, kind="list")
+    case = Case(k=4, ep=2, stage=1, kind="list")
     model = build(case)
     config = {n: v for n, v in settings(case).items() if n != "optimizer"}
     given: Any
@@ -149,10 +158,9 @@ def _parameters(rank: int, world: int, how: str) -> tuple[list[float], list[floa
 
 
 def test_no_optimizer_group_is_made_by_hand() -> None:
-    for experts, others in run_ranks(_parameters, 2, "plain", timeout=60):
-        assert min(experts) > 0 and min(others) > 0
-    for experts, others in run_ranks(_parameters, 2, "groups", timeout=60):
-        assert max(experts) == 0 and min(others) > 0
+    for plain, groups in run_ranks(_parameters, 2, timeout=60):
+        assert min(plain[0]) > 0 and min(plain[1]) > 0
+        assert max(groups[0]) == 0 and min(groups[1]) > 0
 
 
 def _statistics(rank: int, world: int) -> Any:

@@ -55,7 +55,7 @@ class PipelineEngine(ZeroEngine):
         self._loss_sum = 0.0
         self._ran: Checked | None = None
         self.last_run: Run | None = None
-        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, experts)
+        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, experts=experts)
         self._executor = Executor(
             len(module.placement), module.placement, self._stage_forward, comms.stream, comms.extra, self.device,
             _Hooks(module, mechanism),
