@@ -25,6 +25,7 @@ from zeroengine.config.sections import (
     Fp16Section,
     HealthSection,
     MeshSection,
+    MoeSection,
     OptimizerSection,
     SchedulerSection,
     SequenceParallelSection,
@@ -82,6 +83,7 @@ class Config(Section):
     data_types: DataTypesSection = key(None, "Types of auxiliary tensors.", factory=DataTypesSection)
     zero_optimization: ZeroSection = key(None, "Sharding.", factory=ZeroSection)
     mesh: MeshSection = key(None, "Degrees of parallelism.", ours=True, factory=MeshSection)
+    moe: MoeSection = key(None, "Mixture of experts.", ours=True, factory=MoeSection)
     tensor_parallel: TensorParallelSection = key(None, "Another form of `mesh.tp`.", factory=TensorParallelSection)
     sequence_parallel: SequenceParallelSection = key(
         None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection

@@ -172,6 +172,28 @@ class MeshSection(Section):
     ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
 
 
+DispatchType = Annotated[Literal["same", "bf16", "fp8"], choice("same", "bf16", "fp8")]
+
+
+class MoeSection(Section):
+    """Experts that `mesh.ep` ranks share."""
+
+    dispatch_dtype: DispatchType = key(
+        "same", "Type of tokens on their way: same (the model's), bf16, or fp8 (out with a factor a token; back bf16).", ours=True
+    )
+    two_hop: Flag = key(False, "Tokens travel inside a node first and then between nodes.", ours=True)
+    ranks_per_node: PositiveInteger | None = key(
+        None, "Ranks that share experts on one node, for `two_hop`. Null: as launched.", ours=True
+    )
+    copies: Flag = key(False, "Copy busy experts for the length of a layer so that all ranks compute alike.", ours=True)
+    copies_above: PositiveReal = key(
+        1.0, "Copies are made where the busiest rank has more than this many times the mean.", ours=True
+    )
+    bias_speed: NonNegativeReal = key(
+        0.0, "Step of the bias that balances Hugging Face's DeepSeek-V3 routers; 0 leaves it alone.", ours=True
+    )
+
+
 SequenceAttention = Annotated[Literal["ulysses", "ring", "usp"], choice("ulysses", "ring", "usp")]
 SequencePlacement = Annotated[Literal["zigzag", "contiguous"], choice("zigzag", "contiguous")]
 

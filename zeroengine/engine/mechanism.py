@@ -18,7 +18,7 @@ from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
@@ -123,19 +123,28 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool = BufferPool(groups.grads)
+    pools = make_pools(groups)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     placement = placement_for(config, module, groups.rank, trains=trains)
-    built = build_buckets(module, rule, groups, pool, placement, trains=trains)
+    built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
-    gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
-        for b in built.buckets
-        if b.trainable and trains
-    ]
+    gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, (pool,), gradients, groups, built.masters, placement)
+    return Mechanism(built.buckets, sharder, reducer, tuple(pools.values()), gradients, groups, built.masters, placement)
+
+
+def build_gradients(
+    buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]
+) -> list[BucketGradients]:
+    """What reduces the gradients of the trainable buckets. The mean is over all ranks that train together, also for experts,
+    whose gradients are added up over fewer ranks: each has the tokens of others."""
+    made = []
+    for b in buckets:
+        if b.trainable:
+            group, rule = groups.of(b.params[0]), gradient_rule(config, b, groups.data_parallel_size)
+            made.append(BucketGradients(b, rule, group.grads, group.replicas, pools[group.grads.name]))
+    return made
 
 
 def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
@@ -162,7 +171,7 @@ def attach_optimizer(
     over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
     mesh = mechanism.groups
     try:
-        attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
+        attached = attach(source, groups, mechanism.gradients, mechanism.masters)
         mechanism.optimizer = ZeroOptimizer(
             attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
             build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,

@@ -98,13 +98,14 @@ def planned_traffic(mechanism: Mechanism, accumulation: int) -> int:
     """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, each of which
     reads every bucket's values once in forward and once in backward: Rajbhandari et al. (2020), section 7."""
     total = 0.0
-    shards, replicas = mechanism.groups.params.size, mechanism.groups.replicas.size
-    share = (shards - 1) / shards
+    replicas = mechanism.groups.replicas.size
     for bucket in mechanism.buckets:
+        share = (bucket.comm.size - 1) / bucket.comm.size
         if bucket.policy.shard_params:
             total += 2 * accumulation * bucket.layout.padded * bucket.dtype.itemsize * share
     for g in mechanism.gradients:
         layout, policy, sums = g.bucket.layout, g.bucket.policy, g.rule.accumulate.itemsize
+        share = (g.bucket.comm.size - 1) / g.bucket.comm.size
         rounds = accumulation if policy.shard_grads else 1
         total += rounds * layout.padded * g.rule.wire.itemsize * share
         total += rounds * 2 * layout.shard_numel * sums * (replicas - 1) / replicas

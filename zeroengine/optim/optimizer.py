@@ -298,13 +298,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
         table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
         for bucket, column in zip(edited, table.unbind(1), strict=True):
+            ranks = bucket.equal or self._control.ranks
+            column = column[[self._control.ranks.index(r) for r in ranks]]
             if not bool((column == column[0]).all()):
-                ranks = self._control.ranks
                 odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
                 raise DivergenceError(
-                    f"rank {ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place (load_state_dict, "
-                    f"copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ from rank "
-                    f"{ranks[0]}); make the same edit everywhere, or edit inside "
+                    f"rank {self._control.ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place "
+                    f"(load_state_dict, copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ "
+                    f"from rank {ranks[0]}); make the same edit everywhere, or edit inside "
                     "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
                 )
             bucket.forget_edit()

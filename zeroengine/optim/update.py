@@ -143,6 +143,10 @@ class FlatMaster:
             if self.separate and self._values.device == self.flat.device:
                 copies[part.view] = self._values[part.at : part.at + grad.numel()].view(grad.shape)
 
+    def forget_gradients(self) -> None:
+        """Lets go of the memory of the gradients, which was given up."""
+        self._reduced, self._reduced_at = [], 0
+
     def views(self) -> list[nn.Parameter]:
         """What the optimizer knows the flat parts by."""
         return [part.view for index, parts in self.parts.items() if index not in self.apart for part in parts]

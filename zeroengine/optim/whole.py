@@ -65,11 +65,10 @@ class WholeUpdate:
     optimizer that counts its calls. Else there are rounds, in which an owner takes parameters of `round_size` elements
     together, or one larger parameter: its temporary memory is a gradient and a master of that size."""
 
-    def __init__(self, comm: Communicator, at_once: bool, round_size: int) -> None:
-        self._comm = comm
+    def __init__(self, at_once: bool, round_size: int) -> None:
         self._at_once = at_once
         self._round_size = round_size
-        self._loads = [0] * comm.size
+        self._loads: dict[Communicator, list[int]] = {}
         self._members: dict[tuple[int, int], Member] = {}
         self._rounds: list[list[Member]] = []
 
@@ -79,11 +78,13 @@ class WholeUpdate:
         ordered = sorted(entries, key=lambda e: (-e[0].bucket.layout.specs[e[1]].numel, e[0].bucket.index, e[1]))
         for master, index in ordered:
             spec = master.bucket.layout.specs[index]
-            owner = min(range(self._comm.size), key=lambda r: (self._loads[r], r))
-            self._loads[owner] += spec.numel
+            comm = master.bucket.comm
+            loads = self._loads.setdefault(comm, [0] * comm.size)
+            owner = min(range(comm.size), key=lambda r: (loads[r], r))
+            loads[owner] += spec.numel
             view: nn.Parameter | None = None
             home: Home = Memory()
-            if owner == self._comm.rank:
+            if owner == comm.rank:
                 view = nn.Parameter(stub_for(spec.shape, master.flat.dtype, master.flat.device))
                 home = master.bucket.placement.more_state(f"optimizer state of {spec.name}", tuple)
             member = Member(master, spec, owner, tuple(_cuts(master, spec)), view, home)
@@ -105,8 +106,8 @@ class WholeUpdate:
 
     @property
     def loads(self) -> list[int]:
-        """Elements that each rank of the shard group updates."""
-        return list(self._loads)
+        """Elements that each rank of the shard group updates (the first group's, where experts have another)."""
+        return list(next(iter(self._loads.values()), []))
 
     def owns_state(self, state: Callable[[nn.Parameter], Iterable[Tensor]]) -> None:
         """`state` gives what the optimizer keeps for a parameter that this rank owns: where it lives, the placement says."""
@@ -118,12 +119,13 @@ class WholeUpdate:
         if self._at_once:
             yield list(self._members.values())
             return
-        waiting: list[list[Member]] = [[] for _ in range(self._comm.size)]
+        waiting: dict[tuple[Communicator, int], list[Member]] = {}
         for key in sorted(self._members):
-            waiting[self._members[key].owner].append(self._members[key])
-        while any(waiting):
+            member = self._members[key]
+            waiting.setdefault((member.master.bucket.comm, member.owner), []).append(member)
+        while any(waiting.values()):
             members: list[Member] = []
-            for queue in waiting:
+            for queue in waiting.values():
                 taken = 0
                 while queue and (not taken or taken + queue[0].spec.numel <= self._round_size):
                     taken += queue[0].spec.numel
@@ -196,16 +198,17 @@ class WholeUpdate:
         self._move(members, part, place, what, to_owner=True)
 
     def _move(self, members: list[Member], source: Range, target: Range, what: str, *, to_owner: bool) -> None:
-        """One all-to-all for each dtype: cuts go from the ranks of their slices to the owners, or the other way."""
-        for dtype, alike in _by_dtype(members, gradients=what == "gradients").items():
-            sent: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
-            places: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
+        """One all-to-all for each group of ranks and dtype: cuts go from the ranks of their slices to the owners, or the other
+        way."""
+        for (comm, dtype), alike in _alike(members, gradients=what == "gradients").items():
+            sent: list[list[Tensor]] = [[] for _ in range(comm.size)]
+            places: list[list[Tensor]] = [[] for _ in range(comm.size)]
             for m in alike:
                 for cut in m.cuts:
                     here, there = (cut.rank, m.owner) if to_owner else (m.owner, cut.rank)
-                    if here == self._comm.rank:
+                    if here == comm.rank:
                         sent[there].append(source(m, cut))
-                    if there == self._comm.rank:
+                    if there == comm.rank:
                         places[here].append(target(m, cut))
             device = alike[0].master.flat.device
             outgoing = [t for row in sent for t in row]
@@ -214,7 +217,7 @@ class WholeUpdate:
             received = torch.empty(sum(receives), dtype=dtype, device=device)
             subject = f"{what} of whole parameters {alike[0].spec.name} ({len(alike)} parameters)"
             sends = [sum(t.numel() for t in row) for row in sent]
-            self._comm.all_to_all(received, data, subject, output_splits=receives, input_splits=sends).wait()
+            comm.all_to_all(received, data, subject, output_splits=receives, input_splits=sends).wait()
             at = 0
             for place in (t for row in places for t in row):
                 place.copy_(received[at : at + place.numel()])
@@ -260,9 +263,9 @@ def _whole_values(m: Member) -> Tensor:
     return full[m.spec.offset : m.spec.end]
 
 
-def _by_dtype(members: list[Member], *, gradients: bool) -> dict[torch.dtype, list[Member]]:
-    found: dict[torch.dtype, list[Member]] = {}
+def _alike(members: list[Member], *, gradients: bool) -> dict[tuple[Communicator, torch.dtype], list[Member]]:
+    found: dict[tuple[Communicator, torch.dtype], list[Member]] = {}
     for m in members:
         dtype = m.master.gradients.rule.accumulate if gradients else m.master.flat.dtype
-        found.setdefault(dtype, []).append(m)
+        found.setdefault((m.master.bucket.comm, dtype), []).append(m)
     return found

@@ -49,7 +49,9 @@ class Bucket:
         comm: Communicator,
         pool: BufferPool,
         placement: Placement | None = None,
+        equal: tuple[int, ...] = (),
     ) -> None:
+        """`equal`: global ranks that hold the same parameters; empty: all that train together."""
         self.index = index
         self.layout = layout
         self.params = params
@@ -66,6 +68,7 @@ class Bucket:
         self.comm = comm
         self.home: Home = Memory()
         self.placement = placement or Placement.on_device(self.device)
+        self.equal = equal
         self._pool = pool
         self._work: Work | None = None
         self._lent = False  # the gather that was issued reads the shard

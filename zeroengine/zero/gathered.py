@@ -55,7 +55,8 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 if not isinstance(source, Sharder) or not buckets:
                     continue
                 if exc[0] is None:
-                    self._write_back(source, buckets)
+                    for alike in _by_group(buckets):
+                        self._write_back(source, alike)
                 else:
                     source.drop_edits(buckets)
         finally:
@@ -87,3 +88,11 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 )
             if bool(changed_by.any()):
                 source.edited(bucket)
+
+
+def _by_group(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """Buckets by the ranks that share them: those of experts have others."""
+    found: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        found.setdefault(id(bucket.comm), []).append(bucket)
+    return list(found.values())

@@ -201,6 +201,7 @@ class BucketGradients:
         """Gives up the buffers that live on between steps; the next step makes them again. Returns their bytes."""
         size = self.bytes()
         self._home = self._slice = None
+        self._home_views = []
         return size
 
     def bytes(self) -> int:
