@@ -86,6 +86,7 @@ setup(
     package_dir={"zeroengine.csrc": "csrc"},
     package_data={
         "zeroengine": ["py.typed"],
+        "zeroengine.integrations.as_deepspeed": ["*.dist-info/METADATA"],
         "zeroengine.csrc": ["**/*.cpp", "**/*.cu", "**/*.h", "**/*.cuh"],
     },
     cmdclass={"build_py": BuildWithOps, **wheel_command()},

@@ -16,6 +16,7 @@ from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.names import ScriptMethods
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
@@ -26,7 +27,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:

@@ -10,6 +10,7 @@ memory and never a plausible value.
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -103,10 +104,36 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class ZeroParamStatus(enum.Enum):
+    """Where the values of a parameter are, for scripts that ask `param.ds_status`. Plain parameters have no such attribute."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 class ReleasedParameter(nn.Parameter):
-    """Class of a parameter while its values are sharded away. See the module's docstring."""
+    """Class of a parameter while its values are sharded away. See the module's docstring.
+
+    The `ds_` attributes are those by which scripts written for DeepSpeed find parameters to gather."""
 
     _zero: Slot
+
+    @property
+    def ds_id(self) -> int:
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
