@@ -54,7 +54,7 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def clone_tensors_for_torch_save(item: Any, device: torch.device | str = torch.device("cpu")) -> Any:
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """A copy of nested dicts, lists and tuples whose tensors own memory of just their size: a view into a bucket would be
     saved with the whole bucket. Tensors that share a parameter go on sharing."""
     return _cloned(item, torch.device(device), {})
