@@ -104,7 +104,8 @@ setup(
     extras_require={
         "hf": HF,
         "examples": [*HF, "tqdm"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
+        # peft and trl: their own users' trainers are tested on the engine.
+        "test": ["peft", "trl", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
         "bench": ["matplotlib"],
         # A peer of the benchmarks; its build reads the installed torch, so it is installed by itself and last.
         "peers": ["deepspeed"],

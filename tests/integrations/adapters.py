@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.jobs import arguments, fresh_accelerate, logits
-from tests.integrations.tiny import Sentences, deepspeed_config, losses_of
+from tests.integrations.tiny import Sentences, deepspeed_config, losses_of, stand_in
 
 KINDS = ("lora", "dora", "modules_to_save", "prompt")
 
@@ -26,7 +26,7 @@ def adapter(kind: str) -> Any:
 def run_adapters(rank: int, world: int, pretrained: str, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One adapter after the other; `stage` None is the Trainer without an engine."""
     if any(case["stage"] is not None for case in cases):
-        import zeroengine.integrations.deepspeed  # noqa: F401
+        stand_in()
     results = []
     for i, case in enumerate(cases):
         fresh_accelerate()
@@ -83,7 +83,7 @@ def saved_adapter(pretrained: str, folder: Path, kind: str) -> dict[str, Any]:
 def run_sft(rank: int, world: int, pretrained: str, folder: str, stages: list[int | None]) -> list[dict[str, Any]]:
     """trl's SFTTrainer on prompts and completions, with LoRA or the whole model."""
     if any(stage is not None for stage in stages):
-        import zeroengine.integrations.deepspeed  # noqa: F401
+        stand_in()
     results = []
     for i, stage in enumerate(stages):
         fresh_accelerate()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.tiny import Sentences, deepspeed_config, losses_of
+from tests.integrations.tiny import Sentences, deepspeed_config, losses_of, stand_in
 
 STEPS = 4
 
@@ -58,11 +58,11 @@ def logits(model: Any) -> list[float]:
     return values
 
 
-def generated(model: Any) -> list[int]:
+def generated(model: Any, **how: Any) -> list[int]:
     """Tokens made from a prompt and to a length that differ on the ranks."""
     rank = dist.get_rank()
     prompt = Sentences(1, seed=9).ids[:, : 2 + rank]
-    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_length=8 + 4 * rank, do_sample=False)
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_length=8 + 4 * rank, do_sample=False, **how)
     tokens: list[int] = made[0].tolist()
     return tokens
 
@@ -81,8 +81,7 @@ def saved_logits(folder: Path | str) -> list[float]:
 
 def run_cases(rank: int, world: int, pretrained: str, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One Trainer after the other in the same process."""
-    import zeroengine.integrations.deepspeed  # noqa: F401
-
+    stand_in()
     results = []
     for i, case in enumerate(cases):
         fresh_accelerate()
@@ -120,4 +119,52 @@ def _run(
     result["resumed"] = losses_of(resumed)
     resumed.accelerator.free_memory(resumed.model_wrapped)
     assert all(math.isfinite(x) for x in result["train"])
+    return result
+
+
+def native_cases(rank: int, world: int, pretrained: str, folder: str, stages: list[int]) -> list[dict[str, Any]]:
+    """ZeroTrainer, without the stand-in."""
+    return [_native(pretrained, Path(folder) / f"stage{stage}", stage) for stage in stages]
+
+
+def _native(pretrained: str, folder: Path, stage: int) -> dict[str, Any]:
+    import importlib.util
+
+    from transformers import AutoModelForCausalLM
+
+    from zeroengine.errors import ConfigError
+    from zeroengine.integrations.transformers import ZeroTrainer
+
+    assert importlib.util.find_spec("deepspeed") is None
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage}}
+    if stage == 3:
+        config["optimizer"] = {"type": "AdamW", "params": {name: "auto" for name in ("lr", "betas", "eps", "weight_decay")}}
+
+    def trainer(**others: Any) -> Any:
+        args = arguments(folder, use_cpu=True, **others)
+        model = AutoModelForCausalLM.from_pretrained(pretrained)
+        return ZeroTrainer(model, args, train_dataset=Sentences(22), eval_dataset=Sentences(7, seed=6), config=config)
+
+    first = trainer(save_strategy="steps", save_steps=2)
+    first.train()
+    result: dict[str, Any] = {"train": losses_of(first), "norms": norms_of(first), "eval": first.evaluate()["eval_loss"]}
+    result |= {"logits": logits(first.model), "generated": generated(first.model, synced_gpus=stage == 3)}
+    first.save_model()
+    dist.barrier()
+    result["saved"] = logits(AutoModelForCausalLM.from_pretrained(folder))
+    again = trainer()
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    result["resumed"] = losses_of(again)
+    # a rate that ruins the model: the best one is not the last
+    best = trainer(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, learning_rate=0.3)
+    best.train()
+    result["evals"] = [entry["eval_loss"] for entry in best.state.log_history if "eval_loss" in entry]
+    result["best"] = best.evaluate()["eval_loss"]
+    try:
+        ZeroTrainer(
+            AutoModelForCausalLM.from_pretrained(pretrained), arguments(folder, use_cpu=True), train_dataset=Sentences(8),
+            config={**config, "gradient_clipping": 0.3},
+        ).train()  # fmt: skip
+    except ConfigError as error:
+        result["refused"] = str(error)
     return result

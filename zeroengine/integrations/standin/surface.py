@@ -14,7 +14,7 @@ VERSION = "0.19.8"
 
 Target = str | tuple[Any]
 
-_HERE = "zeroengine.integrations.deepspeed"
+_HERE = "zeroengine.integrations.standin"
 _CALLS, _TOOLS, _GROUPS = f"{_HERE}.calls", f"{_HERE}.tools", f"{_HERE}.groups"
 _ENGINE = {"DeepSpeedEngine": "zeroengine.engine.engine:ZeroEngine"}
 _OPTIMIZER = "zeroengine.optim.optimizer:ZeroOptimizer"

@@ -6,7 +6,7 @@ start the program with `zerorun --as-deepspeed`. Raises `StandInError` where the
 without it, was imported before.
 """
 
-from zeroengine.integrations.deepspeed.finder import StandInError, install
+from zeroengine.integrations.standin.finder import StandInError, install
 
 __all__ = ["StandInError", "install"]
 

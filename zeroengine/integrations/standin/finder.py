@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.integrations.deepspeed.surface import FALLBACKS, NAMES, REFUSED_CALLS, REFUSED_MODULES, VERSION
+from zeroengine.integrations.standin.surface import FALLBACKS, NAMES, REFUSED_CALLS, REFUSED_MODULES, VERSION
 
 MARK = "__zeroengine__"
 _ROOT = "deepspeed"
@@ -29,7 +29,7 @@ class StandInModule(ModuleType):
     """A module of the stand-in. Names are resolved when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in NAMES[self.__name__]:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         value = _resolve(self.__name__, name)
         setattr(self, name, value)
@@ -95,7 +95,7 @@ class StandInFinder(importlib.metadata.DistributionFinder, Loader):
         if fullname != _ROOT and not fullname.startswith(f"{_ROOT}."):
             return None
         if fullname in NAMES:
-            return ModuleSpec(fullname, self, origin="zeroengine.integrations.deepspeed", is_package=True)
+            return ModuleSpec(fullname, self, origin="zeroengine.integrations.standin", is_package=True)
         parts = fullname.split(".")
         above = (".".join(parts[:i]) for i in range(len(parts), 1, -1))
         reason = next((REFUSED_MODULES[m] for m in above if m in REFUSED_MODULES), None)

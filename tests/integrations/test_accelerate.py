@@ -1,0 +1,69 @@
+"""`accelerate launch --use_deepspeed` and the native Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.jobs import native_cases, plain_losses
+from tests.integrations.tiny import close, pretrained
+from tests.ranks import free_port, run_ranks
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "tests" / "integrations" / "accelerate_script.py"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pretrained(tmp_path_factory.mktemp("model"))
+
+
+def launch(folder: Path, out: Path, *how: str) -> dict[str, Any]:
+    """Runs the script on two ranks through accelerate's own launcher; returns what it wrote."""
+    accelerate = ["accelerate", "launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    command = [*accelerate, "--dynamo_backend", "no", "--main_process_port", str(free_port()), *how[1:], str(SCRIPT), str(folder), str(out)]
+    if how[0] == "deepspeed":
+        command = [sys.executable, "-m", "zeroengine.launcher.cli", "as-deepspeed", *command]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    result: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return result
+
+
+@pytest.mark.ranks
+def test_accelerate_launch_with_deepspeed_is_the_engine(folder: Path, tmp_path: Path) -> None:
+    plain = launch(folder, tmp_path / "plain", "plain", "--cpu")
+    options = ("--use_deepspeed", "--zero3_save_16bit_model", "true", "--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0")
+    got = launch(folder, tmp_path / "zero3", "deepspeed", *options, "--zero_stage", "3", "--zero3_init_flag", "true")
+    assert got["stage"] == 3 and plain["stage"] is None and got["world"] == plain["world"] == 2
+    assert close(got["losses"], plain["losses"]), (got["losses"], plain["losses"])
+    assert close(got["norms"], plain["norms"], 1e-4) and close(got["rates"], plain["rates"], 1e-12)
+    from safetensors.torch import load_file
+
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "zero3"))
+    assert one.keys() == other.keys() and all(torch.allclose(one[k], other[k], atol=1e-4) for k in one)
+
+
+def test_the_native_trainer_does_the_same_without_the_stand_in(folder: Path, tmp_path: Path) -> None:
+    plain = run_ranks(plain_losses, 2, str(folder), str(tmp_path / "plain"), timeout=100)
+    results = run_ranks(native_cases, 2, str(folder), str(tmp_path / "native"), [0, 2, 3], timeout=150)
+    for rank in range(2):
+        for got in results[rank]:
+            if rank == 0:
+                assert close(got["train"], plain[0]["train"]), (got["train"], plain[0]["train"])
+                assert close(got["norms"], plain[0]["norms"], 1e-4)
+                assert close(got["saved"], got["logits"], 1e-5)
+                assert got["resumed"] == got["train"]
+            assert close([got["eval"]], [plain[rank]["eval"]]) and close(got["logits"], plain[rank]["logits"], 1e-4)
+            assert got["generated"] == plain[rank]["generated"]
+            assert got["best"] == pytest.approx(min(got["evals"]), abs=1e-6)
+            assert "gradient_clipping" in got["refused"]
