@@ -41,9 +41,8 @@ def is_cut(model: nn.Module) -> bool:
 
 def load_before_everything(rank: int, world: int, pretrained: str, folder: str) -> dict[str, Any]:
     """The model first, before a process group or arguments exist."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
-
     stand_in()
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
     told = zero3()
     started = torch.distributed.is_initialized()
     model = AutoModelForCausalLM.from_pretrained(pretrained)
@@ -89,9 +88,8 @@ def refuses(act: Any) -> str:
 
 def resize(rank: int, world: int, tied: str, untied: str, folder: str) -> list[dict[str, Any]]:
     """Embeddings that grow before the engine is made, and a step afterwards."""
-    from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, Trainer
-
     stand_in()
+    from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, Trainer
     results: list[dict[str, Any]] = []
     for path in (tied, untied):
         fresh_accelerate()
@@ -164,9 +162,8 @@ def save_big(folder: Path) -> int:
 
 def load_big(rank: int, world: int, folder: str) -> tuple[int, int]:
     """(most memory while it was loaded, bytes of the largest parameter)."""
-    from transformers import AutoModelForCausalLM
-
     stand_in()
+    from transformers import AutoModelForCausalLM
     told = zero3()
     AutoModelForCausalLM.from_config(model_config())  # what the first use of everything costs
     with PeakMemory() as memory:

@@ -26,14 +26,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pretrained(tmp_path_factory.mktemp("model"))
 
 
-def launch(folder: Path, out: Path, *how: str) -> dict[str, Any]:
-    """Runs the script on two ranks through accelerate's own launcher; returns what it wrote."""
-    accelerate = ["accelerate", "launch", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    command = [*accelerate, "--dynamo_backend", "no", "--main_process_port", str(free_port()), *how[1:], str(SCRIPT), str(folder), str(out)]
-    if how[0] == "deepspeed":
-        command = [sys.executable, "-m", "zeroengine.launcher.cli", "as-deepspeed", *command]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+OPTIONS = (
+    "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--use_deepspeed",
+    "--zero_stage", "3", "--zero3_init_flag", "true", "--zero3_save_16bit_model", "true", "--gradient_accumulation_steps", "2",
+    "--gradient_clipping", "1.0",
+)  # fmt: skip
+
+
+def launch(out: Path, folder: Path, *command: str, **env: str) -> dict[str, Any]:
+    """Runs the script on two ranks by the launcher that `command` begins with; returns what it wrote."""
+    here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), str(out)], capture_output=True, text=True, timeout=150, env={**os.environ, **here, **env}
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     return result
@@ -41,9 +46,10 @@ def launch(folder: Path, out: Path, *how: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_accelerate_launch_with_deepspeed_is_the_engine(folder: Path, tmp_path: Path) -> None:
-    plain = launch(folder, tmp_path / "plain", "plain", "--cpu")
-    options = ("--use_deepspeed", "--zero3_save_16bit_model", "true", "--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0")
-    got = launch(folder, tmp_path / "zero3", "deepspeed", *options, "--zero_stage", "3", "--zero3_init_flag", "true")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    plain = launch(tmp_path / "plain", folder, sys.executable, *torchrun, ACCELERATE_USE_CPU="true")
+    accelerate = ("as-deepspeed", "accelerate", "launch", "--main_process_port", str(free_port()), *OPTIONS)
+    got = launch(tmp_path / "zero3", folder, sys.executable, "-m", "zeroengine.launcher.cli", *accelerate)
     assert got["stage"] == 3 and plain["stage"] is None and got["world"] == plain["world"] == 2
     assert close(got["losses"], plain["losses"]), (got["losses"], plain["losses"])
     assert close(got["norms"], plain["norms"], 1e-4) and close(got["rates"], plain["rates"], 1e-12)

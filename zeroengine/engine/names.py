@@ -148,9 +148,14 @@ class ScriptMethods:
         self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:  # fmt: skip
-        """Compiles the module's forward with torch.compile, in place. A schedule of graph passes is refused."""
+        """Compiles the module's forward with torch.compile, in place. Refused at stage 3, and with a schedule of graph passes."""
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError("engine.compile takes a backend and compile_kwargs; it has no schedule and no compiled autograd")
+        if self.settings.zero_optimization.stage == 3:
+            raise ConfigError(
+                "engine.compile at stage 3: torch.compile reads parameters while it traces, and they are sharded away then; compile "
+                "functions that take no parameters (an attention, a loss), or use stage 2"
+            )
         options = dict(compile_kwargs or {})
         self.module.compile(backend=options.pop("backend", backend), **options)
 
