@@ -193,6 +193,7 @@ REFUSED_MODULES: Mapping[str, str] = {
     "deepspeed.runtime.data_pipeline": f"curriculum sampling and token dropping: {_CHANGES}",
     "deepspeed.runtime.domino": _KERNEL,
     "deepspeed.runtime.fp16": "fp16 is asked for in the configuration; its optimizer classes are not for use by themselves",
+    "deepspeed.runtime.sequence_parallel": "sequences are cut over ranks by the engine's own `mesh`, not by an adapter around attention",
     "deepspeed.autotuning": "tuning by trial runs is not a part of zeroengine",
     "deepspeed.compile": "passes over compiled graphs are not a part of zeroengine; compile the model with torch.compile",
     "deepspeed.profiling": "zeroengine has no FLOPS profiler; use torch.profiler or torch.utils.flop_counter",
