@@ -278,7 +278,7 @@ def test_an_unmodified_trainer_script_learns_under_zero3(tiny_model: Path, pairs
     command = [
         sys.executable, "-m", "zeroengine.launcher.cli", "--as-deepspeed", "--nproc", "2", str(EXAMPLES / "hf_trainer.py"),
         "--deepspeed", str(config), "--model", str(tiny_model), "--data", str(pairs_file), "--output_dir", str(tmp_path),
-        "--max_steps", "12", "--learning_rate", "0.05" if lora else "0.01", "--max_length", "48", "--disable_tqdm", "true",
+        "--max_steps", "30" if lora else "12", "--learning_rate", "0.1" if lora else "0.01", "--max_length", "48", "--disable_tqdm", "true",
         *(["--lora"] if lora else []),
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -34,6 +34,7 @@ def main(pretrained: str, folder: str) -> None:
             optimizer.zero_grad()
         losses.append(float(accelerator.gather(loss.detach()).mean()))
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
     accelerator.load_state(folder)
     accelerator.wait_for_everyone()
     unwrapped = accelerator.unwrap_model(model)

@@ -51,13 +51,14 @@ def load_before_everything(rank: int, world: int, pretrained: str, folder: str) 
     result["buffers"] = {n: b.clone() for n, b in model.named_buffers()}
     args = arguments(folder, deepspeed=deepspeed_config(3, optimizer=False, scheduler=False), max_steps=2)
     trainer = Trainer(model, args, train_dataset=Sentences(22))
-    result["evaluated_first"] = trainer_evaluates(pretrained, folder)
     trainer.train()
     result["losses"] = losses_of(trainer)
     result["state_dict"] = refuses(lambda: trainer.model.state_dict())
     result["save_pretrained"] = refuses(lambda: trainer.model.save_pretrained(Path(folder) / f"inner{rank}"))
     result["resize"] = refuses(lambda: trainer.model.resize_token_embeddings(80))
     trainer.accelerator.free_memory(trainer.model_wrapped)
+    result["evaluated_first"] = trainer_evaluates(pretrained, folder)
+    told = zero3()  # the arguments since then were told something of their own
     torch.manual_seed(rank)  # unlike seeds must not matter
     fresh = LlamaForCausalLM._from_config(model_config())
     result["from_config"] = (is_cut(fresh), {n: v.std().item() for n, v in whole(fresh).items()}, whole(fresh))
@@ -74,7 +75,6 @@ def trainer_evaluates(pretrained: str, folder: str) -> float:
     trainer = Trainer(AutoModelForCausalLM.from_pretrained(pretrained), args, eval_dataset=Sentences(7, seed=6))
     loss: float = trainer.evaluate()["eval_loss"]
     trainer.accelerator.free_memory(trainer.model_wrapped)
-    fresh_accelerate()
     return loss
 
 

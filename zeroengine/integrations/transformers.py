@@ -91,13 +91,16 @@ class EngineScheduler:
         self.schedule.load_state_dict(state)
 
 
-class ZeroTrainer(Trainer):  # type: ignore[misc]
+class ZeroTrainer(Trainer):
     """A `Trainer` with its arguments and `config`: a path or dict with the keys of docs/config.md.
 
     What the configuration leaves open or says is "auto" comes from the `TrainingArguments`: the batch, the clipping, the rates,
     the type of the weights. Without an `optimizer` section the Trainer makes the optimizer, and without a `scheduler` section the
     schedule. Raises `ConfigError` where the two say different things, and where accelerate does not see the ranks.
     """
+
+    lr_scheduler: Any
+    model_wrapped: Any
 
     def __init__(self, *args: Any, config: ConfigSource, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -230,7 +233,9 @@ class ZeroTrainer(Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         self._load_engine(self.state.best_model_checkpoint)
 
-    def _load_engine(self, folder: str) -> None:
+    def _load_engine(self, folder: str | None) -> None:
+        if folder is None:
+            raise CheckpointError("no best model was saved; give TrainingArguments save and evaluation steps that meet")
         if not glob.glob(str(Path(folder) / "global_step*")):
             raise CheckpointError(f"{folder} has no checkpoint of an engine (global_step*); it was saved by another Trainer")
         self._need_engine().load_checkpoint(folder, load_module_strict=not self._is_adapter())

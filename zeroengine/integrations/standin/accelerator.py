@@ -75,7 +75,7 @@ class Accelerator:
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         if self._name == "cpu":
             return torch.get_rng_state()
-        return self._module.get_rng_state(*(() if device_index is None else (device_index,)))  # type: ignore[no-any-return]
+        return self._module.get_rng_state(*(() if device_index is None else (device_index,)))
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         if self._name == "cpu":
