@@ -26,6 +26,7 @@ from tests.integrations.jobs import arguments, fresh_accelerate
 from tests.integrations.tiny import LENGTH, Sentences, model_config, stand_in
 
 STEPS = 2
+_LONGEST = 240  # characters of a reason in the table
 _MOST_MICRO_BATCHES = 64  # more are cut down: it is the keys that are tried, not the machine
 
 
@@ -54,7 +55,7 @@ def try_file(path: Path, world: int) -> Outcome:
             way = "Trainer"
             return Outcome(path.name, way, f"trained, stage {_train_by_trainer(path, values, world)}")
         return Outcome(path.name, way, f"trained, stage {_train_by_initialize(values, world)}")
-    except (ZeroEngineError, ValueError, NotImplementedError) as error:
+    except (ZeroEngineError, ValueError, RuntimeError) as error:
         return Outcome(path.name, way, "refused: " + _short(str(error)))
 
 
@@ -167,7 +168,8 @@ def _short(text: str) -> str:
     lines = [line.strip(" -") for line in text.splitlines() if line.strip()]
     kept = "; ".join(lines[1:]) if len(lines) > 1 and "problems:" in lines[0] else " ".join(lines)
     kept = re.sub(r"^\S*/\S+?(\.jsonc?|\.json5): ", "", kept)
-    return kept.removeprefix("config: ").replace("|", "\\|")
+    kept = kept.removeprefix("config: ").replace("|", "\\|")
+    return kept if len(kept) <= _LONGEST else kept[: kept.rfind(" ", 0, _LONGEST)] + " …"
 
 
 def table(outcomes: list[Outcome]) -> str:

@@ -86,7 +86,26 @@ def run_cases(rank: int, world: int, pretrained: str, folder: str, cases: list[d
     for i, case in enumerate(cases):
         fresh_accelerate()
         results.append(_run(pretrained, Path(folder) / f"case{i}", **case))
+    fresh_accelerate()
+    results.append(_best(pretrained, Path(folder) / "best"))
     return results
+
+
+def _best(pretrained: str, folder: Path) -> dict[str, Any]:
+    """A rate that ruins the model under ZeRO-3: the best checkpoint, which is loaded at the end, is not the last."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    args = arguments(
+        folder, deepspeed=deepspeed_config(3), save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, learning_rate=0.3, warmup_steps=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(pretrained)
+    trainer = Trainer(model, args, train_dataset=Sentences(22), eval_dataset=Sentences(7, seed=6))
+    trainer.train()
+    evals = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    result = {"evals": evals, "best": trainer.evaluate()["eval_loss"]}
+    trainer.accelerator.free_memory(trainer.model_wrapped)
+    return result
 
 
 def _run(

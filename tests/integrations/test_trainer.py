@@ -63,3 +63,9 @@ def test_saves_what_it_trained_and_resumes(case: int, engines: list[list[dict[st
 def test_stages_agree_under_the_configurations_own_schedule(engines: list[list[dict[str, Any]]]) -> None:
     assert close(engines[0][5]["train"], engines[0][6]["train"], 1e-6)
     assert not close(engines[0][5]["train"], engines[0][2]["train"], 1e-3)  # it is another schedule
+
+
+def test_the_best_model_comes_back_at_the_end(engines: list[list[dict[str, Any]]]) -> None:
+    for results in engines:
+        evals, best = results[-1]["evals"], results[-1]["best"]
+        assert abs(best - min(evals)) < 1e-6 and evals[-1] > min(evals) + 0.1, (best, evals)
