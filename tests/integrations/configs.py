@@ -187,7 +187,7 @@ def main(folder: str, out: str) -> None:
     warnings.simplefilter("ignore")
     init_distributed()
     outcomes = []
-    for path in sorted(Path(folder).iterdir()):
+    for path in sorted(Path(folder).glob("*.json*")):
         outcomes.append(try_file(path, get_world_size()))
         if get_rank() == 0:
             sys.stdout.write(f"{outcomes[-1]}\n")

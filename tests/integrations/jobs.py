@@ -142,8 +142,9 @@ def _run(
 
 
 def native_cases(rank: int, world: int, pretrained: str, folder: str, stages: list[int]) -> list[dict[str, Any]]:
-    """ZeroTrainer, without the stand-in."""
-    return [_native(pretrained, Path(folder) / f"stage{stage}", stage) for stage in stages]
+    """The Trainer by itself, and ZeroTrainer at each stage; without the stand-in."""
+    plain = plain_losses(rank, world, pretrained, f"{folder}/plain")
+    return [plain, *(_native(pretrained, Path(folder) / f"stage{stage}", stage) for stage in stages)]
 
 
 def _native(pretrained: str, folder: Path, stage: int) -> dict[str, Any]:

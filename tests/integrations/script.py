@@ -47,9 +47,14 @@ def z3_params_to_fetch(params: Any) -> list[Any]:
     return [p for p in params if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
 
 
-def main(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
+def main(rank: int, world: int, folder: str, stages: list[int]) -> list[dict[str, Any]]:
     stand_in()
-    return train(rank, Path(folder), stage)
+    results = []
+    for stage in stages:
+        place = Path(folder) / f"stage{stage}"
+        place.mkdir(exist_ok=True)
+        results.append(train(rank, place, stage))
+    return results
 
 
 def train(rank: int, folder: Path, stage: int) -> dict[str, Any]:

@@ -55,9 +55,16 @@ def reference(world: int, micro: int) -> list[Tensor]:
     return [p.detach().clone() for model in (g, d) for p in model.parameters()]
 
 
+def run(rank: int, world: int, pretrained: str) -> dict[str, Any]:
+    """All of this file."""
+    stand_in()
+    return {
+        "adversaries": adversaries(rank, world, [1, 2, 3]), "reference": actor_and_reference(rank), "merging": merging(pretrained),
+    }  # fmt: skip
+
+
 def adversaries(rank: int, world: int, stages: list[int]) -> dict[str, float]:
     """Largest difference of two engines that share losses from torch alone, by stage and micro-batches."""
-    stand_in()
     return {f"stage {s}, {m} micro-batches": _adversaries(rank, world, s, m) for s in stages for m in (1, 2)}
 
 
@@ -103,9 +110,8 @@ def _adversaries(rank: int, world: int, stage: int, micro: int) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
-def actor_and_reference(rank: int, world: int) -> list[dict[str, Any]]:
+def actor_and_reference(rank: int) -> list[dict[str, Any]]:
     """A model that is trained beside one that is only evaluated, as in preference training."""
-    stand_in()
     import deepspeed
 
     results = []
@@ -130,9 +136,8 @@ def actor_and_reference(rank: int, world: int) -> list[dict[str, Any]]:
     return results
 
 
-def merging(rank: int, world: int, pretrained: str) -> dict[str, Any]:
+def merging(pretrained: str) -> dict[str, Any]:
     """A LoRA adapter under stage 3: merged inside a gather, and what merging outside says."""
-    stand_in()
     import deepspeed
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.jobs import native_cases, plain_losses
+from tests.integrations.jobs import native_cases
 from tests.integrations.tiny import close, pretrained
 from tests.ranks import free_port, run_ranks
 
@@ -60,16 +60,15 @@ def test_accelerate_launch_with_deepspeed_is_the_engine(folder: Path, tmp_path: 
 
 
 def test_the_native_trainer_does_the_same_without_the_stand_in(folder: Path, tmp_path: Path) -> None:
-    plain = run_ranks(plain_losses, 2, str(folder), str(tmp_path / "plain"), timeout=100)
-    results = run_ranks(native_cases, 2, str(folder), str(tmp_path / "native"), [0, 2, 3], timeout=150)
-    for rank in range(2):
-        for got in results[rank]:
+    results = run_ranks(native_cases, 2, str(folder), str(tmp_path), [0, 2, 3], timeout=200)
+    for rank, (plain, *engines) in enumerate(results):
+        for got in engines:
             if rank == 0:
-                assert close(got["train"], plain[0]["train"]), (got["train"], plain[0]["train"])
-                assert close(got["norms"], plain[0]["norms"], 1e-4)
+                assert close(got["train"], plain["train"]), (got["train"], plain["train"])
+                assert close(got["norms"], plain["norms"], 1e-4)
                 assert close(got["saved"], got["logits"], 1e-5)
                 assert got["resumed"] == got["train"]
-            assert close([got["eval"]], [plain[rank]["eval"]]) and close(got["logits"], plain[rank]["logits"], 1e-4)
-            assert got["generated"] == plain[rank]["generated"]
+            assert close([got["eval"]], [plain["eval"]]) and close(got["logits"], plain["logits"], 1e-4)
+            assert got["generated"] == plain["generated"]
             assert got["best"] == pytest.approx(min(got["evals"]), abs=1e-6)
             assert "gradient_clipping" in got["refused"]
