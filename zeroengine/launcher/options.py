@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import machine
+from zeroengine.launcher.as_deepspeed import as_deepspeed
 from zeroengine.launcher.plan import Plan
 
 USAGE = "zerorun [options] script.py [arguments of the script]"
@@ -38,6 +39,9 @@ def build_parser() -> Parser:
     )
     ranks.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
     ranks.add_argument("--no-python", "--no_python", action="store_true", help="the target is a program of any kind")
+    ranks.add_argument(
+        "--as-deepspeed", "--as_deepspeed", action="store_true", help="`import deepspeed` is zeroengine in all programs of the job"
+    )
     ranks.add_argument(
         "--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: this one)"
     )
@@ -122,7 +126,7 @@ def parse(argv: Sequence[str]) -> tuple[Plan, Path | None]:
         target=_target(mode, target[0]),
         args=tuple(target[1:]),
         python=_program(options.python, "--python"),
-        env=_environment(options.env),
+        env={**_environment(options.env), **(as_deepspeed() if options.as_deepspeed else {})},
         master_port=options.master_port,
         max_restarts=options.max_restarts,
         grace=options.grace,
