@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,29 @@ def find_checkpoint(
     return None if name is None else directory / name
 
 
+def read_index(
+    folder: Path, *, process_group: ProcessGroup | None, rank: int, world: int
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """{key: (shape, dtype)} of the tensors in the checkpoint `folder`. Collective; raises CheckpointError on all ranks."""
+
+    def work() -> dict[str, tuple[torch.Size, torch.dtype]]:
+        folders.read_marker(Path(folder))
+        return tensor_index(SafeReader(Path(folder)))
+
+    return Ranks(process_group, rank, world).phase(f"reading the index of {folder}", work)[rank]
+
+
+def tensor_index(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """{key: (shape, dtype)} of what `reader` finds."""
+    entries = reader.read_metadata().state_dict_metadata
+    return {k: (e.size, e.properties.dtype) for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+
+
+Check = Callable[[tuple[str, ...], tuple[str, ...], dict[str, Any]], None]
+"""Called with the missing keys, the unexpected keys and the replicated values, the same on all ranks; raises to refuse the
+checkpoint. It must decide by what all ranks know alike."""
+
+
 def load(
     folder: Path,
     tensors: Mapping[str, Sequence[Piece]],
@@ -86,6 +109,7 @@ def load(
     only: Sequence[str] = (),
     allow_pickle: bool = False,
     verify: bool = True,
+    check: Check | None = None,
 ) -> Loaded:
     """Fills `piece.data` of all `tensors` in place from the checkpoint `folder` (see `find_checkpoint`). Collective.
 
@@ -95,7 +119,8 @@ def load(
     and unexpected keys are an error; otherwise they are reported, and pieces of missing keys keep their values.
 
     Values that only a full unpickling reads (see `values`) need `allow_pickle=True`: set it for checkpoints that you
-    trust. `verify` compares every file's checksum first, each file on one rank.
+    trust. `verify` compares every file's checksum first, each file on one rank. `check` may refuse what was found before
+    anything is filled; it is called on all ranks alike.
 
     Raises CheckpointError on all ranks, before a piece is touched if a file is damaged or keys, shapes or dtypes do
     not fit. An error of the file system while reading leaves the pieces partly filled: load again or stop.
@@ -105,6 +130,8 @@ def load(
     loader.read_values(allow_pickle)
     surveys = ranks.phase(loader.doing, lambda: loader.survey(tensors))
     missing, unexpected, converted = loader.compare(surveys, strict)
+    if check is not None:
+        check(missing, unexpected, loader.replicated)
     ranks.torch_phase(
         loader.doing, lambda: dcp.load(dict(loader.views), storage_reader=loader.reader, **ranks.torch_arguments())
     )

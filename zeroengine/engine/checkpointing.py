@@ -1,104 +1,32 @@
-"""The engine's state as pieces of named tensors, saved and loaded whole.
-
-Keys: `model.<name>` (parameters and persistent buffers as the model uses them), `master.<name>` (fp32 masters of 16-bit
-parameters), `optim.<name>.<state>` (what the torch optimizer keeps for a parameter). A rank gives the parts it holds, so a
-checkpoint does not know stages, ranks or buckets.
-"""
+"""`save_checkpoint` and `load_checkpoint`: everything a run needs, from any stage and number of ranks to any other."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import find_checkpoint, load, save
+from zeroengine.checkpoint import BackgroundSaver, find_checkpoint, load, read_index, save
+from zeroengine.engine import pieces as state
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.pieces import Pieces
+from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
-from zeroengine.zero.layout import Piece
-from zeroengine.zero.residency import slot_of
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
 
-Pieces = dict[str, list[Piece]]
-
-
-def model_pieces(module: nn.Module, mechanism: Mechanism, exclude_frozen: bool) -> Pieces:
-    """This rank's parts of parameters and buffers. Whole frozen parameters and buffers are the same on all ranks."""
-    found: Pieces = {}
-    for bucket in mechanism.buckets:
-        if exclude_frozen and not bucket.trainable:
-            continue
-        for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
-            spec = bucket.layout.specs[s.index]
-            data = bucket.shard[s.at : s.at + s.end - s.start]
-            found.setdefault(f"model.{spec.name}", []).append(Piece(spec.name, spec.shape, s.start, data))
-        for spec in bucket.layout.specs:
-            found.setdefault(f"model.{spec.name}", [])
-    for name, p in module.named_parameters():
-        if slot_of(p) is None and p.numel() and not (exclude_frozen and not p.requires_grad):
-            found[f"model.{name}"] = [Piece(name, p.shape, 0, p.data.view(-1))]
-    for name, b in _persistent_buffers(module):
-        if b.numel() and b.is_contiguous():
-            found[f"model.{name}"] = [Piece(name, b.shape, 0, b.view(-1))]
-    return found
-
-
-def master_pieces(optimizer: ZeroOptimizer) -> Pieces:
-    """This rank's parts of the masters that are separate from the values."""
-    found: Pieces = {}
-    for master in optimizer.masters:
-        if master.separate:
-            for spec in master.bucket.layout.specs:
-                found[f"master.{spec.name}"] = []
-            for _, piece in master.pieces():
-                found[f"master.{piece.name}"].append(piece)
-    return found
-
-
-def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
-    """This rank's parts of the optimizer's tensors; 0-d tensors (step counts) are the same wherever a parameter is."""
-    found: Pieces = {}
-    for view, piece in optimizer.pieces():
-        for key, value in optimizer.state.get(view, {}).items():
-            if not isinstance(value, Tensor):
-                continue
-            name = f"optim.{piece.name}.{key}"
-            if value.dim() == 0:
-                found.setdefault(name, [Piece(piece.name, torch.Size([]), 0, value.view(1))])
-            else:
-                found.setdefault(name, []).append(Piece(piece.name, piece.shape, piece.start, value.view(-1)))
-    return found
-
-
-def make_state(optimizer: ZeroOptimizer) -> None:
-    """Lets the torch optimizer create its state, by a step that changes nothing: no gradient, learning rate or decay."""
-    inner = optimizer.optimizer
-    if inner.state:
-        return
-    kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
-    try:
-        for group in inner.param_groups:
-            for key in ("lr", "weight_decay"):
-                if key in group:
-                    group[key] = 0.0
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        with torch.no_grad():
-            inner.step()
-    finally:
-        for group, values in zip(inner.param_groups, kept, strict=True):
-            group.update(values)
-            for p in group["params"]:
-                p.grad = None
+Index = dict[str, tuple[torch.Size, torch.dtype]]
+_SHOWN = 10  # names in a message
 
 
 class CheckpointMethods:
@@ -113,6 +41,7 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     micro_steps: int
+    _background: BackgroundSaver | None = None
 
     def save_checkpoint(
         self,
@@ -121,28 +50,48 @@ class CheckpointMethods:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        blocking: bool = True,
+        keep_last: int | None = None,
     ) -> bool:
         """Saves weights, masters, optimizer, scheduler, counters, loss scale and each rank's random states as
         `save_dir/tag` (default `global_step<N>`), completely or not at all. Collective. Raises `CheckpointError` on every
-        rank if any cannot write; training may go on then."""
+        rank if any cannot write; training may go on then.
+
+        With `blocking=False` the state is copied to host memory and written while training goes on; the next save,
+        `wait_for_checkpoint`, `destroy` or the end of the process waits for it, and the first three raise its error.
+        `keep_last` removes older complete checkpoints of `save_dir` once this one is durable.
+        """
+        self.wait_for_checkpoint()
         if self.mechanism.reducer.unfinished:
             log_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it", 30)
-        optimizer = self.mechanism.optimizer
-        pieces = model_pieces(self.module, self.mechanism, exclude_frozen_parameters)
+        optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
+        tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen_parameters, share=share)
         if optimizer is not None:
-            pieces.update(master_pieces(optimizer))
-            pieces.update(optimizer_pieces(optimizer))
-        save(
-            Path(save_dir) / (tag or f"global_step{self.global_steps}"),
-            pieces,
-            {**self._counters(), "client_state": dict(client_state or {})},
-            {"random": random_states()},
-            process_group=None,
-            rank=torch.distributed.get_rank(),
-            world=torch.distributed.get_world_size(),
-            latest=save_latest,
-        )
+            tensors.update(state.master_pieces(optimizer, share))
+            tensors.update(state.optimizer_pieces(optimizer, share))
+        folder = Path(save_dir) / (tag or f"global_step{self.global_steps}")
+        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad] if exclude_frozen_parameters else []
+        values = {**self._counters(), "client_state": dict(client_state or {}), "excluded": frozen, **_about(self.module)}
+        own = {"random": random_states(), "buffers": self._own_buffers()}
+        if not blocking:
+            if self._background is None:
+                self._background = BackgroundSaver()
+            self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
+        else:
+            save(folder, tensors, values, own, latest=save_latest, keep_last=keep_last, **_world())
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the save in the background, if there is one, is complete; raises its error."""
+        if self._background is not None:
+            self._background.wait()
+
+    def _end_background_saves(self) -> None:
+        """Waits for the save under way and raises its error. Collective."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
 
     def load_checkpoint(
         self,
@@ -154,59 +103,58 @@ class CheckpointMethods:
         load_module_only: bool = False,
         allow_pickle: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Loads `load_dir/tag` (default: the latest complete one), saved by any stage on any number of ranks. Returns (path,
-        client_state); (None, {}) if there is none. Collective. Random states come back on the same number of ranks.
-        `allow_pickle` reads client_state of arbitrary classes: only for checkpoints that you trust."""
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        found = find_checkpoint(Path(load_dir), tag, process_group=None, rank=rank, world=world)
+        """Loads `load_dir/tag` (default: the latest complete one), saved by any stage and precision on any number of ranks.
+        Returns (path, client_state); (None, {}) if there is none. Collective.
+
+        Masters come with the weights, in full precision where the checkpoint has it. `load_module_only` loads nothing else;
+        `load_optimizer_states=False` leaves the optimizer and the loss scale as they are. Unless `load_module_strict`,
+        missing and unexpected weights are reported and left alone. Random states come back on the same number of ranks.
+        `allow_pickle` reads client_state of arbitrary classes: only for checkpoints that you trust.
+
+        Raises `CheckpointError` on every rank, before anything is changed, if the checkpoint does not fit or is damaged.
+        """
+        self.wait_for_checkpoint()
+        found = find_checkpoint(Path(load_dir), tag, **_world())
         if found is None:
             log_rank0(f"no complete checkpoint in {load_dir}", 30)
             return None, {}
-        optimizer = None if load_module_only else self.mechanism.optimizer
-        with_state = optimizer is not None and load_optimizer_states
-        pieces = model_pieces(self.module, self.mechanism, exclude_frozen=False)
+        index = read_index(found, **_world())
+        optimizer = self.mechanism.optimizer
+        plan = plan_load(self.module, self.mechanism, index)
+        with_state = optimizer is not None and load_optimizer_states and not load_module_only
+        moments: Pieces = {}
+        if with_state and optimizer is not None:
+            state.make_state(optimizer)
+            moments = state.optimizer_pieces(optimizer)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
-        where: dict[str, Any] = {"process_group": None, "rank": rank, "world": world}
-        loaded = load(found, pieces, strict=load_module_strict, only=["model."], allow_pickle=allow_pickle, **where)
-        for bucket in self.mechanism.buckets:
-            bucket.publish()
-        for bucket in self.mechanism.buckets:
-            bucket.wait()
-        if self.mechanism.optimizer is not None:
-            self.mechanism.optimizer.refresh_masters()
+        verdict = _Verdict(found, plan, index, self.module, load_module_strict, _class_name(optimizer) if with_state else None)
+        prefixes = ["model.", *(["optim."] if with_state else [])]
+        loaded = load(
+            found, {**plan.wanted, **moments}, strict=False, only=prefixes, allow_pickle=allow_pickle, check=verdict, **_world()
+        )
+        plan.finish(self.mechanism)
         if with_state and optimizer is not None:
-            self._load_optimizer(found, optimizer, where)
-        self._restore(loaded.replicated, with_state, load_lr_scheduler_states and not load_module_only, load_module_only)
-        if loaded.per_rank is not None and not load_module_only:
-            restore_random_states(loaded.per_rank["random"])
-        elif loaded.per_rank_note is not None:
-            log_rank0(loaded.per_rank_note)
+            state.fill_optimizer(optimizer, moments, verdict.without)
+        if not load_module_only:
+            self._restore(loaded.replicated, with_state, load_lr_scheduler_states)
+            if loaded.per_rank is not None:
+                restore_random_states(loaded.per_rank["random"])
+                for name, b in state.persistent_buffers(self.module):
+                    if name in loaded.per_rank.get("buffers", {}):
+                        b.copy_(loaded.per_rank["buffers"][name])
         return str(found), dict(loaded.replicated.get("client_state", {}))
 
-    def _load_optimizer(self, found: Path, optimizer: ZeroOptimizer, where: dict[str, Any]) -> None:
-        masters = load(found, master_pieces(optimizer), strict=False, only=["master."], verify=False, **where)
-        if masters.missing and len(masters.missing) < len(master_pieces(optimizer)):
-            raise CheckpointError(
-                f"{found} lacks the masters of {', '.join(masters.missing[:5])}; load with load_module_only=True"
-            )
-        make_state(optimizer)
-        wanted = optimizer_pieces(optimizer)
-        state = load(found, wanted, strict=False, only=["optim."], verify=False, **where)
-        if wanted and all(key in state.missing for key in wanted):
-            raise CheckpointError(
-                f"{found} has no optimizer state for these parameters; load it with load_optimizer_states=False to train on from "
-                "its weights"
-            )
-        # Parameters that had no gradient before the save have no state there, and must have none here.
-        without = {key.removeprefix("optim.").rpartition(".")[0] for key in state.missing}
-        for view, piece in optimizer.pieces():
-            if piece.name in without:
-                optimizer.state.pop(view, None)
-                continue
-            for key, value in optimizer.state.get(view, {}).items():  # several parts of one parameter count the same steps
-                if isinstance(value, Tensor) and value.dim() == 0:
-                    value.copy_(wanted[f"optim.{piece.name}.{key}"][0].data[0])
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Buffers whose values are not those of rank 0 (running statistics that nobody averages). Collective."""
+        named = list(state.persistent_buffers(self.module))
+        if not named:
+            return {}
+        values = [b.detach().to("cpu").contiguous() for _, b in named]
+        sums = [zlib.crc32(v.view(-1).view(torch.uint8).numpy().tobytes()) if v.numel() else 0 for v in values]
+        table = self.mechanism.groups.control.exchange(torch.tensor(sums, dtype=torch.int64), "buffers of a checkpoint")
+        rank0 = table[0].tolist()
+        return {n: v for (n, _), v, mine, first in zip(named, values, sums, rank0, strict=True) if mine != first}
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer
@@ -220,18 +168,18 @@ class CheckpointMethods:
             "loss_scaler": {} if optimizer is None else optimizer.scaler.state_dict(),
             "scheduler": scheduler,
             "param_groups": groups,
+            "optimizer": _class_name(optimizer),
             "epoch": None if self.training_dataloader is None else self.training_dataloader.epoch,
         }
 
-    def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool, module_only: bool) -> None:
-        if module_only:
-            return
+    def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool) -> None:
         self.global_steps, self.global_samples = values["global_steps"], values["global_samples"]
         self.micro_steps = self.global_steps * self.batch.accumulation
         optimizer = self.mechanism.optimizer
         if with_state and optimizer is not None:
             optimizer.skipped_steps = values["skipped_steps"]
-            optimizer.scaler.load_state_dict(values["loss_scaler"])
+            if values["loss_scaler"]:
+                optimizer.scaler.load_state_dict(values["loss_scaler"])
             if len(values["param_groups"]) == len(optimizer.param_groups):
                 for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
                     group.update(saved)
@@ -243,33 +191,129 @@ class CheckpointMethods:
             self.training_dataloader.epoch = values["epoch"]
 
 
-def random_states() -> dict[str, Any]:
-    """States of Python's, NumPy's (where it is in use) and torch's generators on this rank."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.accelerator.is_available():
-        states["device"] = torch.get_device_module().get_rng_state()
-    try:
-        import numpy
-    except ImportError:
-        return states
-    states["numpy"] = numpy.random.get_state(legacy=True)
-    return states
+@dataclass(frozen=True)
+class LoadPlan:
+    """Which key of a checkpoint fills which memory. `wanted` maps its keys to this rank's pieces; `served` names parameters
+    that are filled from another key than `model.<name>`; `finish` makes values, masters and ranks agree afterwards."""
+
+    wanted: Pieces
+    served: frozenset[str]
+    after: tuple[Callable[[], object], ...]
+
+    def finish(self, mechanism: Mechanism) -> None:
+        """Collective."""
+        for action in self.after:
+            action()
+        for bucket in mechanism.buckets:
+            bucket.publish()
+        for bucket in mechanism.buckets:
+            bucket.wait()
+        if mechanism.optimizer is not None:
+            mechanism.optimizer.refresh_masters()
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(states["torch"])
-    if "device" in states and torch.accelerator.is_available():
-        torch.get_device_module().set_rng_state(states["device"])
-    if "numpy" in states:
-        import numpy
+def plan_load(module: nn.Module, mechanism: Mechanism, index: Index) -> LoadPlan:
+    """Every value comes from the most precise copy in the checkpoint: a master, or the weights where there is none."""
+    wanted: Pieces = {}
+    served: set[str] = set()
+    after: list[Callable[[], object]] = []
 
-        numpy.random.set_state(tuple(states["numpy"]))
+    def source(name: str, wide: bool) -> str:
+        if wide and f"master.{name}" in index:
+            served.add(name)
+            return f"master.{name}"
+        return f"model.{name}"
+
+    separate: set[str] = set()
+    for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
+        if master.separate:
+            separate |= {spec.name for spec in master.bucket.layout.specs}
+            after.append(master.write_values)
+    for key, parts in (state.master_pieces(mechanism.optimizer) if mechanism.optimizer is not None else {}).items():
+        wanted[source(key.removeprefix("master."), wide=True)] = parts
+    widths = {spec.name: b.dtype.itemsize for b in mechanism.buckets for spec in b.layout.specs}
+    for key, parts in state.model_pieces(module, mechanism).items():
+        name = key.removeprefix("model.")
+        if name not in separate:
+            saved = index[key][1].itemsize if key in index else 0
+            wanted[source(name, wide=widths.get(name, 0) > saved)] = parts
+    for name, b in state.persistent_buffers(module):
+        if not b.is_contiguous():
+            after.append(lambda b=b, flat=wanted[f"model.{name}"][0].data: b.copy_(flat.view(b.shape)))  # type: ignore[misc]
+    return LoadPlan(wanted, frozenset(served), tuple(after))
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, child in module.named_modules():
-        for name, b in child._buffers.items():
-            if b is not None and name not in child._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), b
+class _Verdict:
+    """Refuses a checkpoint that does not fit, on all ranks alike and before anything is changed. `optimizer` is the name of
+    its class, None if no state is wanted. Afterwards `without` names the parameters that had no optimizer state."""
+
+    def __init__(self, found: Path, plan: LoadPlan, index: Index, module: nn.Module, strict: bool, optimizer: str | None) -> None:
+        self.found, self.plan, self.strict, self.optimizer = found, plan, strict, optimizer
+        self.frozen = {f"model.{n}" for n, p in module.named_parameters() if not p.requires_grad}
+        self.saved: dict[str, set[str]] = {}
+        for key in index:
+            if key.startswith("optim."):
+                name, _, what = key.removeprefix("optim.").rpartition(".")
+                self.saved.setdefault(name, set()).add(what)
+        self.without: frozenset[str] = frozenset()
+
+    def __call__(self, missing: tuple[str, ...], unexpected: tuple[str, ...], values: dict[str, Any]) -> None:
+        self._weights([k for k in missing if not k.startswith("optim.")], [k for k in unexpected if k.startswith("model.")])
+        if self.optimizer is not None:
+            self._state([k for k in missing if k.startswith("optim.")], values.get("optimizer"))
+            unused = [k for k in unexpected if k.startswith("optim.")]
+            if unused:
+                log_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}", 30)
+
+    def _weights(self, missing: list[str], unexpected: list[str]) -> None:
+        unexpected = [k for k in unexpected if k.removeprefix("model.") not in self.plan.served]
+        frozen = [k for k in missing if k in self.frozen]
+        lost = [k for k in missing if k not in self.frozen]
+        if frozen:
+            log_rank0(f"{self.found} was saved without frozen parameters: {len(frozen)} keep their values ({_names(frozen)})")
+        told = [f"{what} keys: {_names(keys)}" for what, keys in (("missing", lost), ("unexpected", unexpected)) if keys]
+        if told and self.strict:
+            raise CheckpointError(
+                f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)"
+            )
+        if told:
+            log_rank0(f"{self.found} does not fit the model; {'; '.join(told)}", 30)
+
+    def _state(self, missing: list[str], saved_by: str | None) -> None:
+        lacking: dict[str, set[str]] = {}
+        for key in missing:
+            name, _, what = key.removeprefix("optim.").rpartition(".")
+            lacking.setdefault(name, set()).add(what)
+        partly = [f"{n} has no {', '.join(sorted(kinds))}" for n, kinds in lacking.items() if n in self.saved]
+        if partly or (lacking and not self.saved and saved_by != self.optimizer):
+            held = sorted(set().union(*self.saved.values()))
+            raise CheckpointError(
+                f"{self.found} has no optimizer state for {self.optimizer}: "
+                + (f"{_names(partly)}; it holds {', '.join(held)}" if partly else f"it was saved by {saved_by or 'no optimizer'}")
+                + ". Use the optimizer it was saved with, or load_optimizer_states=False to train on from its weights"
+            )
+        self.without = frozenset(lacking)
+
+
+def _class_name(optimizer: ZeroOptimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer.optimizer).__name__
+
+
+def _world() -> dict[str, Any]:
+    return {"process_group": None, "rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size()}
+
+
+def _about(module: nn.Module) -> dict[str, Any]:
+    """What turns a checkpoint into a model folder without the model: other names of tied weights, and the configuration of a
+    Hugging Face model as it writes it itself."""
+    files: dict[str, str] = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        text = getattr(getattr(module, attribute, None), "to_json_string", None)
+        if callable(text) and hasattr(module, "save_pretrained"):
+            files[name] = text()
+    return {"other_names": state.other_names(module), "model_files": files}
+
+
+def _names(keys: list[str]) -> str:
+    shown = ", ".join(keys[:_SHOWN])
+    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"

@@ -309,6 +309,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        self._end_background_saves()
         self._begin_hook.remove()
         self.mechanism.remove()
         self.mechanism.optimizer = None

@@ -87,10 +87,14 @@ class FlatMaster:
             for part in parts:
                 part.view.grad = None
 
-    def publish(self) -> None:
-        """Writes masters to the values and issues what brings them to the other ranks."""
+    def write_values(self) -> None:
+        """Writes masters to the values of this rank's range."""
         if self.separate:
             self._values.copy_(self.flat)
+
+    def publish(self) -> None:
+        """Writes masters to the values and issues what brings them to the other ranks."""
+        self.write_values()
         if self.bucket.policy.shard_state:
             self.bucket.publish()
         else:

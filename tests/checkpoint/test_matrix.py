@@ -1,0 +1,47 @@
+"""Saved by any stage on any number of ranks, loaded by any other: weights, masters and moments to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from tests.checkpoint.engines import build, fill, world_of, wrong
+from tests.ranks import run_ranks
+
+STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
+# Every pair of numbers of ranks with every stage that saved, and so every pair of stages.
+LOADS = [(s, n, (s + n + m) % 4, m) for n, m in itertools.product(WORLDS, WORLDS) for s in STAGES]
+
+
+def _dtype(stage: int, world: int) -> str:
+    return "bf16" if (stage + world) % 2 else "fp32"
+
+
+def _matrix(rank: int, world: int, folder: str) -> dict[tuple[int, int, int, int], list[str]]:
+    found: dict[tuple[int, int, int, int], list[str]] = {}
+    directory = Path(folder)
+    for n in WORLDS:
+        with world_of(n, rank, world, directory, f"save{n}") as takes_part:
+            for stage in STAGES if takes_part else ():
+                engine = build(stage, _dtype(stage, n))
+                fill(engine)
+                engine.save_checkpoint(directory / f"{stage}-{n}")
+                engine.destroy()
+    for m in WORLDS:
+        with world_of(m, rank, world, directory, f"load{m}") as takes_part:
+            for stage in STAGES if takes_part else ():
+                for s, n, _, _ in [load for load in LOADS if load[2:] == (stage, m)]:
+                    # The same precision and the other one: masters become weights, weights become masters.
+                    engine = build(stage, _dtype(s, n) if (s + m) % 3 else "bf16", seed=7)
+                    engine.load_checkpoint(directory / f"{s}-{n}")
+                    found[s, n, stage, m] = wrong(engine)
+                    engine.destroy()
+    return found
+
+
+def test_any_stage_and_ranks_to_any_other(tmp_path: Path) -> None:
+    results = run_ranks(_matrix, 4, str(tmp_path), timeout=280)
+    assert {load for result in results for load in result} == set(LOADS)
+    assert {(s, t) for s, _, t, _ in LOADS} == set(itertools.product(STAGES, STAGES))
+    problems = [f"rank {r}, {load}: {bad[:3]}" for r, result in enumerate(results) for load, bad in result.items() if bad]
+    assert not problems, "\n".join(problems[:20])

@@ -1,0 +1,208 @@
+"""The engine's state as pieces of named tensors: what this rank holds, and which of it this rank writes.
+
+Keys: `model.<name>` (parameters and persistent buffers as the model uses them), `master.<name>` (fp32 masters of 16-bit
+parameters), `optim.<name>.<state>` (what the torch optimizer keeps for a parameter). A checkpoint made of them does not know
+stages, ranks or buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.engine.mechanism import Mechanism
+from zeroengine.errors import CheckpointError
+from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.zero.build import Groups
+from zeroengine.zero.layout import Piece
+from zeroengine.zero.residency import slot_of
+
+Pieces = dict[str, list[Piece]]
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part that this rank writes of what several ranks hold alike: together the ranks write every element once."""
+
+    rank: int
+    world: int
+    replica: int
+    replicas: int
+
+    @staticmethod
+    def of(groups: Groups) -> Share:
+        return Share(groups.control.rank, groups.control.size, groups.replicas.rank, groups.replicas.size)
+
+    def of_slice(self, own: slice) -> tuple[int, int]:
+        """Elements of this rank's slice of a bucket, which its replicas hold too."""
+        size = own.stop - own.start
+        return own.start + size * self.replica // self.replicas, own.start + size * (self.replica + 1) // self.replicas
+
+    def of_whole(self, numel: int) -> tuple[int, int]:
+        """Elements of a tensor that every rank holds whole."""
+        return numel * self.rank // self.world, numel * (self.rank + 1) // self.world
+
+
+def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: bool = False, share: Share | None = None) -> Pieces:
+    """This rank's parts of parameters and buffers; with `share`, only those that it writes (buffers are rank 0's)."""
+    found: Pieces = {}
+    for bucket in mechanism.buckets:
+        if exclude_frozen and not bucket.trainable:
+            continue
+        lo, hi = (bucket.own.start, bucket.own.stop) if share is None else share.of_slice(bucket.own)
+        for spec in bucket.layout.specs:
+            found[f"model.{spec.name}"] = []
+        for s in bucket.layout.segments(lo, hi):
+            spec, at = bucket.layout.specs[s.index], lo - bucket.own.start + s.at
+            data = bucket.shard[at : at + s.end - s.start]
+            found[f"model.{spec.name}"].append(Piece(spec.name, spec.shape, s.start, data))
+    for name, p in module.named_parameters():
+        if slot_of(p) is None and not (exclude_frozen and not p.requires_grad):
+            flat = p.data.view(-1)
+            lo, hi = (0, p.numel()) if share is None else share.of_whole(p.numel())
+            found[f"model.{name}"] = [Piece(name, p.shape, lo, flat[lo:hi])] if hi > lo or not p.numel() else []
+    for name, b in persistent_buffers(module):
+        mine = share is None or share.rank == 0
+        found[f"model.{name}"] = [Piece(name, b.shape, 0, b.detach().contiguous().view(-1))] if mine else []
+    return found
+
+
+def master_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pieces:
+    """This rank's parts of the masters that are separate from the values; with `share`, only those that it writes."""
+    found: Pieces = {}
+    for master in optimizer.masters:
+        if not master.separate:
+            continue
+        offsets = {spec.name: spec.offset for spec in master.bucket.layout.specs}
+        found.update({f"master.{name}": [] for name in offsets})
+        for _, piece in master.pieces():
+            mine = piece if share is None else _within(piece, offsets[piece.name], share.of_slice(master.bucket.own))
+            if mine is not None:
+                found[f"master.{piece.name}"].append(mine)
+    return found
+
+
+def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pieces:
+    """This rank's parts of what the optimizer keeps; with `share`, only those that it writes.
+
+    A tensor of the part's own size is cut like the parameter. Others, and numbers, belong to the parameter as a whole: step
+    counts, which are the same wherever a part of it is, and the factors that a whole-matrix optimizer keeps.
+    """
+    found: Pieces = {}
+    for master in optimizer.masters:
+        offsets = {spec.name: spec.offset for spec in master.bucket.layout.specs}
+        for view, piece in master.pieces():
+            written = piece if share is None else _within(piece, offsets[piece.name], share.of_slice(master.bucket.own))
+            first = written is not None and written.start == 0
+            for key, value in optimizer.state.get(view, {}).items():
+                data, shape = _as_tensor(value, view), piece.shape
+                if data is None:
+                    continue
+                parts = found.setdefault(f"optim.{piece.name}.{key}", [])
+                if data.dim() and data.shape == view.shape:
+                    flat = Piece(piece.name, shape, piece.start, data.detach().contiguous().view(-1))
+                    cut = flat if share is None else _within(flat, offsets[piece.name], share.of_slice(master.bucket.own))
+                    parts.extend([] if cut is None else [cut])
+                elif data.dim() and piece.data.numel() != shape.numel():
+                    raise CheckpointError(
+                        f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with "
+                        f"{piece.data.numel()} elements; its place in the whole parameter is not known, so it cannot be saved"
+                    )
+                elif not parts and (share is None or first):
+                    parts.append(Piece(piece.name, data.shape, 0, data.detach().contiguous().view(-1)))
+    return found
+
+
+def _as_tensor(value: Any, view: Tensor) -> Tensor | None:
+    """What an optimizer keeps as a tensor: numbers become 0-d ones; None (no momentum yet) is nothing."""
+    if isinstance(value, Tensor):
+        return value
+    kind = _NUMBERS.get(type(value))
+    if kind is not None:
+        return torch.tensor(value, dtype=kind)
+    if value is None:
+        return None
+    raise CheckpointError(
+        f"the optimizer keeps a {type(value).__name__} for a parameter of {tuple(view.shape)}; only tensors and numbers can be "
+        "saved"
+    )
+
+
+def _within(piece: Piece, offset: int, bounds: tuple[int, int]) -> Piece | None:
+    """The part of `piece`, of a parameter that starts at `offset` of its bucket, inside the bucket's elements `bounds`."""
+    at = offset + piece.start
+    lo, hi = max(at, bounds[0]), min(at + piece.data.numel(), bounds[1])
+    return Piece(piece.name, piece.shape, piece.start + lo - at, piece.data[lo - at : hi - at]) if lo < hi else None
+
+
+def fill_optimizer(optimizer: ZeroOptimizer, wanted: Pieces, without: frozenset[str]) -> None:
+    """After `wanted` (of `optimizer_pieces`) was loaded: gives numbers and step counts to every part of a parameter, and takes
+    the state of the parameters in `without` away: they had none when the checkpoint was saved."""
+    for view, piece in optimizer.pieces():
+        if piece.name in without:
+            optimizer.state.pop(view, None)
+            continue
+        state = optimizer.state.get(view, {})
+        for key, value in state.items():
+            if value is None:
+                continue
+            loaded = wanted[f"optim.{piece.name}.{key}"][0].data
+            if not isinstance(value, Tensor):
+                state[key] = loaded[0].item()
+            elif value.dim() == 0 or value.shape != view.shape:
+                value.copy_(loaded.view(value.shape))
+            elif not value.is_contiguous():
+                value.copy_(next(p for p in wanted[f"optim.{piece.name}.{key}"] if p.start == piece.start).data.view(value.shape))
+
+
+def make_state(optimizer: ZeroOptimizer) -> None:
+    """Lets the torch optimizer create the state that is not there yet, by a step that changes nothing: no gradient, learning
+    rate or decay."""
+    inner = optimizer.optimizer
+    bare = [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
+    if not bare:
+        return
+    kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
+    try:
+        for group in inner.param_groups:
+            group.update(dict.fromkeys((k for k in ("lr", "weight_decay") if k in group), 0.0))
+        for p in bare:
+            p.grad = torch.zeros_like(p)
+        with torch.no_grad():
+            inner.step()
+    finally:
+        for group, values in zip(inner.param_groups, kept, strict=True):
+            group.update(values)
+        for p in bare:
+            p.grad = None
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer that belongs to the state, once, by its first name."""
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for name, b in child._buffers.items():
+            if b is not None and name not in child._non_persistent_buffers_set and id(b) not in seen:
+                seen.add(id(b))
+                yield (f"{prefix}.{name}" if prefix else name), b
+
+
+def other_names(module: nn.Module) -> dict[str, str]:
+    """{other name: first name} of parameters and buffers that the module has under several names (tied weights)."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for group in (child._parameters, child._buffers):
+            for name, tensor in group.items():
+                if tensor is None or name in child._non_persistent_buffers_set:
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                known = first.setdefault(id(tensor), full)
+                if known != full:
+                    found[full] = known
+    return found
