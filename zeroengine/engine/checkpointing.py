@@ -123,16 +123,22 @@ class CheckpointMethods:
         plan = plan_load(self.module, self.mechanism, index)
         with_state = optimizer is not None and load_optimizer_states and not load_module_only
         moments: Pieces = {}
+        made: list[nn.Parameter] = []
         if with_state and optimizer is not None:
-            state.make_state(optimizer)
+            made = state.make_state(optimizer)
             moments = state.optimizer_pieces(optimizer)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         verdict = _Verdict(found, plan, index, self.module, load_module_strict, _class_name(optimizer) if with_state else None)
         prefixes = ["model.", *(["optim."] if with_state else [])]
-        loaded = load(
-            found, {**plan.wanted, **moments}, strict=False, only=prefixes, allow_pickle=allow_pickle, check=verdict, **_world()
-        )
+        try:
+            loaded = load(
+                found, {**plan.wanted, **moments}, strict=False, only=prefixes, allow_pickle=allow_pickle, check=verdict, **_world()
+            )
+        except CheckpointError:
+            for p in made:  # as if nobody had asked
+                optimizer.state.pop(p, None)  # type: ignore[union-attr]
+            raise
         plan.finish(self.mechanism)
         if with_state and optimizer is not None:
             state.fill_optimizer(optimizer, moments, verdict.without)

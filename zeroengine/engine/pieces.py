@@ -160,13 +160,13 @@ def fill_optimizer(optimizer: ZeroOptimizer, wanted: Pieces, without: frozenset[
                 value.copy_(next(p for p in wanted[f"optim.{piece.name}.{key}"] if p.start == piece.start).data.view(value.shape))
 
 
-def make_state(optimizer: ZeroOptimizer) -> None:
+def make_state(optimizer: ZeroOptimizer) -> list[nn.Parameter]:
     """Lets the torch optimizer create the state that is not there yet, by a step that changes nothing: no gradient, learning
-    rate or decay."""
+    rate or decay. Returns the optimized tensors that had none."""
     inner = optimizer.optimizer
     bare = [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
     if not bare:
-        return
+        return bare
     kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
     try:
         for group in inner.param_groups:
@@ -180,6 +180,7 @@ def make_state(optimizer: ZeroOptimizer) -> None:
             group.update(values)
         for p in bare:
             p.grad = None
+    return bare
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,8 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "run": Command("starts a script on several ranks (the default)", "zeroengine.launcher.run:run"),
+    "export": Command("writes a checkpoint's weights as model files", "zeroengine.checkpoint.commands:export"),
+    "inspect": Command("says what is in a checkpoint", "zeroengine.checkpoint.commands:inspect"),
 }
 
 
