@@ -91,7 +91,8 @@ def wrong(engine: Any) -> list[str]:
     whole = engine.full_state_dict()
     for name, value in (whole or {}).items():
         key = f"model.{ {'head.weight': 'emb.weight'}.get(name, name)}"
-        if name not in ("seen", "turned") and not torch.equal(value, truth(key, tuple(value.shape)).view(value.shape).to(value.dtype)):
+        expected = truth(key, tuple(value.shape)).view(value.shape).to(value.dtype)
+        if name not in ("seen", "turned") and not torch.equal(value, expected):
             found.append(f"gathered {name}")
     return found
 

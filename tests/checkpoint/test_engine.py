@@ -58,12 +58,12 @@ def _run_as_if_not_stopped(d: Path, rank: int) -> bool:
         engine = _noisy(stage)
         train(engine, 0, 3, rank)
         engine.save_checkpoint(d / str(stage), client_state={"note": (stage, "x")})
-        expected = (train(engine, 3, 3, rank), engine.get_lr(), random.random(), float(numpy.random.rand()), float(torch.rand(())))
+        expected = (train(engine, 3, 3, rank), engine.get_lr(), random.random(), float(numpy.random.rand()), torch.rand(()).item())
         state = {k: [p.data.clone() for p in v] for k, v in held(engine).items()}
         engine.destroy()
         engine = _noisy(stage, seed=5)
         path, client = engine.load_checkpoint(d / str(stage))
-        again = (train(engine, 3, 3, rank), engine.get_lr(), random.random(), float(numpy.random.rand()), float(torch.rand(())))
+        again = (train(engine, 3, 3, rank), engine.get_lr(), random.random(), float(numpy.random.rand()), torch.rand(()).item())
         after = {k: [p.data for p in v] for k, v in held(engine).items()}
         same.append(again == expected and client == {"note": (stage, "x")} and str(path).endswith("global_step3"))
         same.append(all(torch.equal(a, b) for k in state for a, b in zip(state[k], after[k], strict=True)))

@@ -75,7 +75,7 @@ class _File:
         self._left.discard(name)
         if entry.nbytes:
             flat = tensor.detach().to(device="cpu", dtype=entry.dtype).contiguous().view(-1).view(torch.uint8)
-            self._write(name, memoryview(flat.numpy()))
+            self._write(name, flat.numpy().data)
 
     def _write(self, name: str, data: memoryview) -> None:
         self._file.seek(self._places[name])
@@ -144,7 +144,8 @@ class TorchFile(_File):
             reader = torch._C.PyTorchFileReader(str(self.part))
             # Storages are numbered in the order in which they are first met.
             self._records = {entry.name: f"data/{i}" for i, entry in enumerate(entries)}
-            self._places = {name: reader.get_record_offset(record) for name, record in self._records.items()}
+            self._places = {name: reader.get_record_offset(record)  # type: ignore[attr-defined]
+                            for name, record in self._records.items()}
             del reader
             self._open()
         except OSError:

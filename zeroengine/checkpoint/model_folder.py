@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,10 +39,11 @@ class ModelFolder:
         format: str = "safetensors",
         shard_bytes: int = SHARD_BYTES,
         files: Mapping[str, str] | None = None,
+        filename: str | None = None,
     ) -> None:
         """`other_names` maps further names of tied tensors to names in `entries`. `files` are texts to put beside the weights,
         such as config.json. Where there is a config.json, safetensors hold tied weights once, as transformers writes them;
-        else under each of their names. Raises CheckpointError for an unknown format."""
+        else under each of their names. With `filename` there is one file of that name and nothing else is touched. Raises CheckpointError for an unknown format."""
         if format not in FORMATS:
             raise CheckpointError(f"format {format!r}: one of {', '.join(FORMATS)}")
         self.folder, self.texts = folder, dict(files or {})
@@ -54,13 +56,19 @@ class ModelFolder:
                     self._copies.setdefault(name, []).append(other)
                     entries = [*entries, Entry(other, known[name].shape, known[name].dtype)]
             other_names = {}
-        groups = _cut(entries, shard_bytes)
-        self._old = {p.name for pattern in (f"{self._stem}*.{self._suffix}", f"{self._stem}*.index.json")
-                     for p in folder.glob(pattern)}  # fmt: skip
+        groups = _cut(entries, shard_bytes) if filename is None else [list(entries)]
+        self._filename = filename
+        patterns = () if filename is not None else (f"{self._stem}*.{self._suffix}", f"{self._stem}*.index.json")
+        self._old = {path.name for pattern in patterns for path in folder.glob(pattern)}
         folder.mkdir(parents=True, exist_ok=True)
         self._open: list[WeightFile] = []
         self._of: dict[str, WeightFile] = {}
         self._map: dict[str, str] = {}
+        floating = Counter({entry.dtype: 0 for entry in entries if entry.dtype.is_floating_point})
+        for entry in entries:
+            if entry.dtype in floating:
+                floating[entry.dtype] += entry.nbytes
+        self._dtype = floating.most_common(1)[0][0] if floating else None
         self._bytes = sum(entry.nbytes for entry in entries)
         kind = SafetensorsFile if format == "safetensors" else TorchFile
         try:
@@ -78,6 +86,8 @@ class ModelFolder:
         self._names = {self._name(i, len(groups)) for i in range(len(groups))}
 
     def _name(self, i: int, count: int) -> str:
+        if self._filename is not None:
+            return self._filename
         return f"{self._stem}.{self._suffix}" if count == 1 else f"{self._stem}-{i + 1:05d}-of-{count:05d}.{self._suffix}"
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -93,7 +103,7 @@ class ModelFolder:
             self.abandon()
             raise
         for name, text in self.texts.items():
-            write_file(self.folder / name, text.encode())
+            write_file(self.folder / name, self._with_dtype(text).encode() if name == "config.json" else text.encode())
         index = f"{self._stem}.{self._suffix}.index.json"
         if len(self._names) > 1:
             content = {"metadata": {"total_size": self._bytes}, "weight_map": dict(sorted(self._map.items()))}
@@ -101,6 +111,14 @@ class ModelFolder:
             self._names.add(index)
         for name in self._old - self._names:
             (self.folder / name).unlink(missing_ok=True)
+
+    def _with_dtype(self, text: str) -> str:
+        """The configuration with the type of these weights, which `from_pretrained` loads them in."""
+        config = json.loads(text)
+        name = "torch_dtype" if "torch_dtype" in config else "dtype"
+        if self._dtype is not None:
+            config[name] = str(self._dtype).removeprefix("torch.")
+        return json.dumps(config, indent=2) + "\n"
 
     def abandon(self) -> None:
         """Removes what is not complete."""

@@ -91,8 +91,8 @@ def export_weights(
     values = saved.values()
     if values.get("excluded"):
         raise CheckpointError(
-            f"{saved.folder} was saved without frozen parameters ({folders.names(values['excluded'], most=5)}), so its weights are "
-            "not a whole model; load it into the model with engine.load_checkpoint and use engine.save_pretrained"
+            f"{saved.folder} was saved without frozen parameters ({folders.names(values['excluded'], most=5)}), so its weights "
+            "are not a whole model; load it into the model with engine.load_checkpoint and use engine.save_pretrained"
         )
     weights = saved.weights(dtype)
     others = {other: name for other, name in values.get("other_names", {}).items() if f"model.{name}" in saved.index}

@@ -16,6 +16,7 @@ from zeroengine.engine import pieces as state
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.pieces import Pieces
 from zeroengine.engine.randomness import random_states, restore_random_states
+from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
@@ -130,11 +131,9 @@ class CheckpointMethods:
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         verdict = _Verdict(found, plan, index, self.module, load_module_strict, _class_name(optimizer) if with_state else None)
-        prefixes = ["model.", *(["optim."] if with_state else [])]
+        options: dict[str, Any] = {"strict": False, "only": ["model.", *(["optim."] if with_state else [])], "check": verdict}
         try:
-            loaded = load(
-                found, {**plan.wanted, **moments}, strict=False, only=prefixes, allow_pickle=allow_pickle, check=verdict, **_world()
-            )
+            loaded = load(found, {**plan.wanted, **moments}, allow_pickle=allow_pickle, **options, **_world())
         except CheckpointError:
             for p in made:  # as if nobody had asked
                 optimizer.state.pop(p, None)  # type: ignore[union-attr]
@@ -310,14 +309,8 @@ def _world() -> dict[str, Any]:
 
 
 def _about(module: nn.Module) -> dict[str, Any]:
-    """What turns a checkpoint into a model folder without the model: other names of tied weights, and the configuration of a
-    Hugging Face model as it writes it itself."""
-    files: dict[str, str] = {}
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
-        text = getattr(getattr(module, attribute, None), "to_json_string", None)
-        if callable(text) and hasattr(module, "save_pretrained"):
-            files[name] = text()
-    return {"other_names": state.other_names(module), "model_files": files}
+    """What turns a checkpoint into a model folder without the model: other names of tied weights, the configuration."""
+    return {"other_names": state.other_names(module), "model_files": model_files(module)}
 
 
 def _names(keys: list[str]) -> str:
