@@ -58,7 +58,8 @@ def _run_as_if_not_stopped(d: Path, rank: int) -> bool:
         engine = _noisy(stage)
         train(engine, 0, 3, rank)
         engine.save_checkpoint(d / str(stage), client_state={"note": (stage, "x")})
-        expected = (train(engine, 3, 3, rank), engine.get_lr(), random.random(), float(numpy.random.rand()), torch.rand(()).item())
+        losses = train(engine, 3, 3, rank)
+        expected = (losses, engine.get_lr(), random.random(), float(numpy.random.rand()), torch.rand(()).item())
         state = {k: [p.data.clone() for p in v] for k, v in held(engine).items()}
         engine.destroy()
         engine = _noisy(stage, seed=5)

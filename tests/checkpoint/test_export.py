@@ -167,7 +167,8 @@ def test_an_export_that_fails_leaves_nothing_and_says_why(run: Any, tmp_path: Pa
     (tmp_path / "copy").mkdir()
     for p in saved.folder.iterdir():
         content = p.read_bytes()
-        (tmp_path / "copy" / p.name).write_bytes(content[:2000] + b"\0" * (len(content) - 2000) if p.name == data.name else content)
+        damage = content[:2000] + b"\0" * (len(content) - 2000)
+        (tmp_path / "copy" / p.name).write_bytes(damage if p.name == data.name else content)
     damaged = SavedCheckpoint(tmp_path / "copy")
     with pytest.raises(Exception):  # noqa: B017, whatever torch says of such a file
         export_weights(damaged, tmp_path / "out")
@@ -182,7 +183,8 @@ def test_inspect(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     folder, weights, _ = run
     assert inspect([str(folder / "run"), "--verify", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["global_steps"] == 2 and facts["ranks"] == 2 and facts["optimizer"] == "AdamW" and facts["client_state"] == ["epoch"]
+    assert facts["global_steps"] == 2 and facts["ranks"] == 2
+    assert facts["optimizer"] == "AdamW" and facts["client_state"] == ["epoch"]
     assert facts["tied"] == {"head.weight": "emb.weight"} and facts["damaged_files"] == facts["non_finite"] == []
     assert facts["tensors"]["model.row"] == {"shape": [1, 17], "dtype": "bfloat16", "bytes": 34}
     assert facts["elements"] == sum(w.numel() for n, w in weights.items() if n != "head.weight")
@@ -208,10 +210,11 @@ def test_memory_is_bounded_by_the_largest_parameter(tmp_path: Path) -> None:
 import resource, sys
 from zeroengine.checkpoint import SavedCheckpoint, export_weights
 import torch
+from pathlib import Path
 saved = SavedCheckpoint({str(tmp_path)!r})
 saved.weights(None), saved.read("model.w0"), torch.save({{}}, "/dev/null")
 from zeroengine.checkpoint import Entry, ModelFolder
-small = ModelFolder(__import__("pathlib").Path({str(tmp_path)!r}) / "small", [Entry("a", (2,), torch.float32)], {{}}, format={format!r})
+small = ModelFolder(Path({str(tmp_path)!r}) / "small", [Entry("a", (2,), torch.float32)], {{}}, format={format!r})
 small.put("a", torch.ones(2)); small.close()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 export_weights(saved, {str(tmp_path / format)!r}, format={format!r})

@@ -43,7 +43,10 @@ class ModelFolder:
     ) -> None:
         """`other_names` maps further names of tied tensors to names in `entries`. `files` are texts to put beside the weights,
         such as config.json. Where there is a config.json, safetensors hold tied weights once, as transformers writes them;
-        else under each of their names. With `filename` there is one file of that name and nothing else is touched. Raises CheckpointError for an unknown format."""
+        else under each of their names. With `filename` there is one file of that name, and nothing else is touched.
+
+        Raises CheckpointError for an unknown format.
+        """
         if format not in FORMATS:
             raise CheckpointError(f"format {format!r}: one of {', '.join(FORMATS)}")
         self.folder, self.texts = folder, dict(files or {})
