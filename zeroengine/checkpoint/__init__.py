@@ -1,6 +1,7 @@
 """Checkpoints: pieces of named tensors through `torch.distributed.checkpoint`, whole or absent, loadable anywhere."""
 
 from zeroengine.checkpoint.background import BackgroundSaver
+from zeroengine.checkpoint.deepspeed import DeepSpeedCheckpoint, find_foreign
 from zeroengine.checkpoint.files import Entry
 from zeroengine.checkpoint.folder import LATEST, complete_tags, write_latest
 from zeroengine.checkpoint.loading import Loaded, find_checkpoint, load, read_index
@@ -14,6 +15,7 @@ from zeroengine.checkpoint.sharded import ShardedTensorView
 __all__ = [
     "LATEST",
     "BackgroundSaver",
+    "DeepSpeedCheckpoint",
     "Entry",
     "Loaded",
     "ModelFolder",
@@ -23,6 +25,7 @@ __all__ = [
     "complete_tags",
     "export_weights",
     "find_checkpoint",
+    "find_foreign",
     "load",
     "parse_size",
     "read_index",

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import BackgroundSaver, find_checkpoint, load, read_index, save
+from zeroengine.checkpoint import BackgroundSaver, find_checkpoint, find_foreign, load, read_index, save
 from zeroengine.engine import pieces as state
+from zeroengine.engine.foreign import load_deepspeed
+from zeroengine.engine.loadplan import Verdict, class_name, plan_load
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.pieces import Pieces
 from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
-from zeroengine.optim.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
-
-Index = dict[str, tuple[torch.Size, torch.dtype]]
-_SHOWN = 10  # names in a message
 
 
 class CheckpointMethods:
@@ -112,9 +108,18 @@ class CheckpointMethods:
         missing and unexpected weights are reported and left alone. Random states come back on the same number of ranks.
         `allow_pickle` reads client_state of arbitrary classes: only for checkpoints that you trust.
 
+        A checkpoint that DeepSpeed wrote (stages 1 to 3, universal) is recognised and read, optimizer state included.
+
         Raises `CheckpointError` on every rank, before anything is changed, if the checkpoint does not fit or is damaged.
         """
         self.wait_for_checkpoint()
+        foreign = find_foreign(Path(load_dir), tag, **_world())
+        if foreign is not None:
+            with_state = self.mechanism.optimizer is not None and load_optimizer_states and not load_module_only
+            values, client = load_deepspeed(foreign, self.module, self.mechanism, load_module_strict, with_state, _world())
+            if not load_module_only:
+                self._restore(values, with_state, load_lr_scheduler_states)
+            return str(foreign), client
         found = find_checkpoint(Path(load_dir), tag, **_world())
         if found is None:
             log_rank0(f"no complete checkpoint in {load_dir}", 30)
@@ -130,7 +135,7 @@ class CheckpointMethods:
             moments = state.optimizer_pieces(optimizer)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
-        verdict = _Verdict(found, plan, index, self.module, load_module_strict, _class_name(optimizer) if with_state else None)
+        verdict = Verdict(found, plan, index, self.module, load_module_strict, class_name(optimizer) if with_state else None)
         options: dict[str, Any] = {"strict": False, "only": ["model.", *(["optim."] if with_state else [])], "check": verdict}
         try:
             loaded = load(found, {**plan.wanted, **moments}, allow_pickle=allow_pickle, **options, **_world())
@@ -173,7 +178,7 @@ class CheckpointMethods:
             "loss_scaler": {} if optimizer is None else optimizer.scaler.state_dict(),
             "scheduler": scheduler,
             "param_groups": groups,
-            "optimizer": _class_name(optimizer),
+            "optimizer": class_name(optimizer),
             "epoch": None if self.training_dataloader is None else self.training_dataloader.epoch,
         }
 
@@ -196,114 +201,6 @@ class CheckpointMethods:
             self.training_dataloader.epoch = values["epoch"]
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """Which key of a checkpoint fills which memory. `wanted` maps its keys to this rank's pieces; `served` names parameters
-    that are filled from another key than `model.<name>`; `finish` makes values, masters and ranks agree afterwards."""
-
-    wanted: Pieces
-    served: frozenset[str]
-    after: tuple[Callable[[], object], ...]
-
-    def finish(self, mechanism: Mechanism) -> None:
-        """Collective."""
-        for action in self.after:
-            action()
-        for bucket in mechanism.buckets:
-            bucket.publish()
-        for bucket in mechanism.buckets:
-            bucket.wait()
-        if mechanism.optimizer is not None:
-            mechanism.optimizer.refresh_masters()
-
-
-def plan_load(module: nn.Module, mechanism: Mechanism, index: Index) -> LoadPlan:
-    """Every value comes from the most precise copy in the checkpoint: a master, or the weights where there is none."""
-    wanted: Pieces = {}
-    served: set[str] = set()
-    after: list[Callable[[], object]] = []
-
-    def source(name: str, wide: bool) -> str:
-        if wide and f"master.{name}" in index:
-            served.add(name)
-            return f"master.{name}"
-        return f"model.{name}"
-
-    separate: set[str] = set()
-    for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
-        if master.separate:
-            separate |= {spec.name for spec in master.bucket.layout.specs}
-            after.append(master.write_values)
-    for key, parts in (state.master_pieces(mechanism.optimizer) if mechanism.optimizer is not None else {}).items():
-        wanted[source(key.removeprefix("master."), wide=True)] = parts
-    widths = {spec.name: b.dtype.itemsize for b in mechanism.buckets for spec in b.layout.specs}
-    for key, parts in state.model_pieces(module, mechanism).items():
-        name = key.removeprefix("model.")
-        if name not in separate:
-            saved = index[key][1].itemsize if key in index else 0
-            wanted[source(name, wide=widths.get(name, 0) > saved)] = parts
-    for name, b in state.persistent_buffers(module):
-        if not b.is_contiguous():
-            after.append(lambda b=b, flat=wanted[f"model.{name}"][0].data: b.copy_(flat.view(b.shape)))  # type: ignore[misc]
-    return LoadPlan(wanted, frozenset(served), tuple(after))
-
-
-class _Verdict:
-    """Refuses a checkpoint that does not fit, on all ranks alike and before anything is changed. `optimizer` is the name of
-    its class, None if no state is wanted. Afterwards `without` names the parameters that had no optimizer state."""
-
-    def __init__(self, found: Path, plan: LoadPlan, index: Index, module: nn.Module, strict: bool, optimizer: str | None) -> None:
-        self.found, self.plan, self.strict, self.optimizer = found, plan, strict, optimizer
-        self.frozen = {f"model.{n}" for n, p in module.named_parameters() if not p.requires_grad}
-        self.saved: dict[str, set[str]] = {}
-        for key in index:
-            if key.startswith("optim."):
-                name, _, what = key.removeprefix("optim.").rpartition(".")
-                self.saved.setdefault(name, set()).add(what)
-        self.without: frozenset[str] = frozenset()
-
-    def __call__(self, missing: tuple[str, ...], unexpected: tuple[str, ...], values: dict[str, Any]) -> None:
-        self._weights([k for k in missing if not k.startswith("optim.")], [k for k in unexpected if k.startswith("model.")])
-        if self.optimizer is not None:
-            self._state([k for k in missing if k.startswith("optim.")], values.get("optimizer"))
-            unused = [k for k in unexpected if k.startswith("optim.")]
-            if unused:
-                log_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}", 30)
-
-    def _weights(self, missing: list[str], unexpected: list[str]) -> None:
-        unexpected = [k for k in unexpected if k.removeprefix("model.") not in self.plan.served]
-        frozen = [k for k in missing if k in self.frozen]
-        lost = [k for k in missing if k not in self.frozen]
-        if frozen:
-            log_rank0(f"{self.found} was saved without frozen parameters: {len(frozen)} keep their values ({_names(frozen)})")
-        told = [f"{what} keys: {_names(keys)}" for what, keys in (("missing", lost), ("unexpected", unexpected)) if keys]
-        if told and self.strict:
-            raise CheckpointError(
-                f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)"
-            )
-        if told:
-            log_rank0(f"{self.found} does not fit the model; {'; '.join(told)}", 30)
-
-    def _state(self, missing: list[str], saved_by: str | None) -> None:
-        lacking: dict[str, set[str]] = {}
-        for key in missing:
-            name, _, what = key.removeprefix("optim.").rpartition(".")
-            lacking.setdefault(name, set()).add(what)
-        partly = [f"{n} has no {', '.join(sorted(kinds))}" for n, kinds in lacking.items() if n in self.saved]
-        if partly or (lacking and not self.saved and saved_by != self.optimizer):
-            held = sorted(set().union(*self.saved.values()))
-            raise CheckpointError(
-                f"{self.found} has no optimizer state for {self.optimizer}: "
-                + (f"{_names(partly)}; it holds {', '.join(held)}" if partly else f"it was saved by {saved_by or 'no optimizer'}")
-                + ". Use the optimizer it was saved with, or load_optimizer_states=False to train on from its weights"
-            )
-        self.without = frozenset(lacking)
-
-
-def _class_name(optimizer: ZeroOptimizer | None) -> str | None:
-    return None if optimizer is None else type(optimizer.optimizer).__name__
-
-
 def _world() -> dict[str, Any]:
     return {"process_group": None, "rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size()}
 
@@ -311,8 +208,3 @@ def _world() -> dict[str, Any]:
 def _about(module: nn.Module) -> dict[str, Any]:
     """What turns a checkpoint into a model folder without the model: other names of tied weights, the configuration."""
     return {"other_names": state.other_names(module), "model_files": model_files(module)}
-
-
-def _names(keys: list[str]) -> str:
-    shown = ", ".join(keys[:_SHOWN])
-    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"
