@@ -72,6 +72,8 @@ def main(rank: int, world: int, port: str, folder: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     torch.set_num_threads(1)
+    # Its collective over shared memory would be compiled first, which takes minutes; Gloo does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     found = {}
     for name, extra in RUNS.items():
         model = make_model()
@@ -89,7 +91,7 @@ def main(rank: int, world: int, port: str, folder: Path) -> None:
                 source = folder / name / "global_step3"
                 to_universal(argparse.Namespace(
                     input_folder=str(source), output_folder=f"{source}_universal", num_extract_workers=1, num_merge_workers=1,
-                    keep_temp_folder=False, strict=True, inject_missing_state=False,
+                    keep_temp_folder=False, strict=True, inject_missing_state=True,
                 ))  # fmt: skip
         engine.destroy()
     (folder / f"losses{rank}.json").write_text(json.dumps(found))

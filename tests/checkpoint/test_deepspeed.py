@@ -21,7 +21,7 @@ from zeroengine.checkpoint.foreign_pickle import has_unknown, load_foreign
 from zeroengine.errors import CheckpointError
 
 PYTHON = os.environ.get("ZE_DEEPSPEED_PYTHON") or (sys.executable if importlib.util.find_spec("deepspeed") else None)
-needs_deepspeed = pytest.mark.skipif(PYTHON is None, reason="DeepSpeed is not installed; ZE_DEEPSPEED_PYTHON names an interpreter")
+needs_deepspeed = pytest.mark.skipif(PYTHON is None, reason="no DeepSpeed here; ZE_DEEPSPEED_PYTHON names an interpreter")
 UNIVERSAL = "global_step3_universal"
 
 
@@ -58,7 +58,8 @@ def _go_on(rank: int, world: int, folder: str, plans: list[tuple[str, int, str |
                 p.zero_()
             model.counted.zero_()
         extra = {k: v for k, v in deepspeed_job.RUNS[name].items() if k != "zero_optimization"}
-        config = {**deepspeed_job.CONFIG, **extra, "zero_optimization": {"stage": stage, "bucket_size": 700}, "steps_per_print": None}
+        zero = {"stage": stage, "bucket_size": 700}
+        config = {**deepspeed_job.CONFIG, **extra, "zero_optimization": zero, "steps_per_print": None}
         engine, *_ = zeroengine.initialize(model=model, model_parameters=deepspeed_job.groups(model), config=config)
         path, client = engine.load_checkpoint(f"{folder}/{name}", tag=tag)
         masters = engine.full_state_dict()

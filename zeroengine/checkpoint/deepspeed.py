@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO checkpoints, read by parameter: stages 1, 2 and 3 as they were saved, and universal ones.
 
 What is where (DeepSpeed 0.19): in each rank's `*_optim_states.pt`, stages 1 and 2 keep for every parameter group one flat
-slice of masters and of each moment, and say which elements of it belong to which parameter (`param_slice_mappings`); stage 3 keeps each
-parameter's own slice (ceil(numel / ranks) elements) one after another, in the order of `param_shapes`. A universal checkpoint
-has a folder for each parameter. Weights that are not optimized lie in the model states.
+slice of masters and of each moment, and say which elements of it belong to which parameter (`param_slice_mappings`); stage 3
+keeps each parameter's own slice (ceil(numel / ranks) elements) one after another, in the order of `param_shapes`. A universal
+checkpoint has a folder for each parameter. Weights that are not optimized lie in the model states.
 """
 
 from __future__ import annotations
