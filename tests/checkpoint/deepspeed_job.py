@@ -19,7 +19,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "3": {"zero_optimization": {"stage": 3, "sub_group_size": 900, "stage3_param_persistence_threshold": 20}},
     "1-bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
     "3-bf16": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
-    "2-fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2}},
 }
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

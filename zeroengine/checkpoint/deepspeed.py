@@ -185,22 +185,25 @@ class DeepSpeedCheckpoint:
     # --- universal, weights ---------------------------------------------------------------------------------------
 
     def _read_universal(self, zero: Path) -> None:
+        # Stage 3 is converted without shapes; the model states have them.
+        shapes = {n: s for group in self.states.get("param_shapes") or [] for n, s in group.items()}
         for folder in sorted(p for p in zero.iterdir() if p.is_dir()):
             for path in sorted(folder.glob("*.pt")):
                 found = load_foreign(path)
-                value = found["param"] if isinstance(found, dict) else found
+                value = (found["param"] if isinstance(found, dict) else found).detach()
                 if path.stem == "step":
                     self.steps[folder.name] = float(value)
                 else:
-                    self.tensors.setdefault(folder.name, {})[path.stem] = Stored(value.shape, [(0, value.reshape(-1))])
+                    shape = torch.Size(shapes.get(folder.name, value.shape))
+                    self.tensors.setdefault(folder.name, {})[path.stem] = Stored(shape, [(0, value.reshape(-1))])
         if (zero / "optimizer_state.pt").exists():
             state = load_foreign(zero / "optimizer_state.pt")
+            base = state.get("optimizer_state_dict") or state.get("base_optimizer_state") or {}
             self.loss_scaler = state.get("loss_scaler")
-            base = state.get("base_optimizer_state", state.get("optimizer_state_dict", {}))
-            self.groups = base.get("param_groups", []) if isinstance(base, dict) else []
-            step = _step(base, 0, 0) if isinstance(base, dict) else None
+            self.groups = state.get("param_groups") or base.get("param_groups", [])
+            step = _step(base, 0, 0)
             if step is not None:
-                for name in self.tensors:
+                for name in shapes:
                     self.steps.setdefault(name, step)
 
     def _read_weights(self, files: Sequence[Path]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import CheckpointError
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
@@ -42,6 +43,15 @@ class Share:
         """Elements of this rank's slice of a bucket, which its replicas hold too."""
         size = own.stop - own.start
         return own.start + size * self.replica // self.replicas, own.start + size * (self.replica + 1) // self.replicas
+
+    def of_part(self, bucket: Bucket, offset: int, start: int, size: int) -> tuple[int, int]:
+        """Which of the `size` elements of a part that begins at element `start` of a parameter, itself at `offset` of its bucket.
+        Where state is sharded only this rank and its replicas hold the part; elsewhere all ranks do."""
+        if bucket.policy.shard_state:
+            return size * self.replica // self.replicas, size * (self.replica + 1) // self.replicas
+        at = offset + start
+        lo, hi = self.of_slice(bucket.own)
+        return min(max(lo - at, 0), size), max(min(hi - at, size), 0)
 
     def of_whole(self, numel: int) -> tuple[int, int]:
         """Elements of a tensor that every rank holds whole."""
@@ -81,9 +91,10 @@ def master_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Piece
         offsets = {spec.name: spec.offset for spec in master.bucket.layout.specs}
         found.update({f"master.{name}": [] for name in offsets})
         for _, piece in master.pieces():
-            mine = piece if share is None else _within(piece, offsets[piece.name], share.of_slice(master.bucket.own))
-            if mine is not None:
-                found[f"master.{piece.name}"].append(mine)
+            size = piece.data.numel()
+            lo, hi = (0, size) if share is None else share.of_part(master.bucket, offsets[piece.name], piece.start, size)
+            if lo < hi:
+                found[f"master.{piece.name}"].append(Piece(piece.name, piece.shape, piece.start + lo, piece.data[lo:hi]))
     return found
 
 
@@ -94,31 +105,30 @@ def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pi
     counts, which are the same wherever a part of it is, and the factors that a whole-matrix optimizer keeps.
     """
     found: Pieces = {}
-    for master in optimizer.masters:
-        offsets = {spec.name: spec.offset for spec in master.bucket.layout.specs}
-        for view, piece in master.pieces():
-            written = piece if share is None else _within(piece, offsets[piece.name], share.of_slice(master.bucket.own))
-            first = written is not None and written.start == 0
-            for key, value in optimizer.state.get(view, {}).items():
-                data, shape = _as_tensor(value, view), piece.shape
-                if data is None:
-                    continue
-                parts = found.setdefault(f"optim.{piece.name}.{key}", [])
-                if data.dim() and data.shape == view.shape:
-                    flat = Piece(piece.name, shape, piece.start, data.detach().contiguous().view(-1))
-                    cut = flat if share is None else _within(flat, offsets[piece.name], share.of_slice(master.bucket.own))
-                    parts.extend([] if cut is None else [cut])
-                elif data.dim() and piece.data.numel() != shape.numel():
-                    raise CheckpointError(
-                        f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with "
-                        f"{piece.data.numel()} elements; its place in the whole parameter is not known, so it cannot be saved"
-                    )
-                elif not parts and (share is None or first):
-                    parts.append(Piece(piece.name, data.shape, 0, data.detach().contiguous().view(-1)))
+    buckets = {spec.name: (m.bucket, spec.offset) for m in optimizer.masters for spec in m.bucket.layout.specs}
+    for view, piece in optimizer.pieces():
+        size, bucket = view.numel(), buckets[piece.name]
+        lo, hi = (0, size) if share is None else share.of_part(*bucket, piece.start, size)
+        for key, value in optimizer.state.get(view, {}).items():
+            data = _as_tensor(value, piece.name)
+            if data is None:
+                continue
+            parts = found.setdefault(f"optim.{piece.name}.{key}", [])
+            if data.dim() and data.shape == view.shape:
+                if lo < hi:
+                    flat = data.detach().contiguous().view(-1)[lo:hi]
+                    parts.append(Piece(piece.name, piece.shape, piece.start + lo, flat))
+            elif data.dim() and size != piece.shape.numel():
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with {size} elements; "
+                    "its place in the whole parameter is not known, so it cannot be saved"
+                )
+            elif not parts and (share is None or (piece.start + lo == 0 and lo < hi)):
+                parts.append(Piece(piece.name, data.shape, 0, data.detach().contiguous().view(-1)))
     return found
 
 
-def _as_tensor(value: Any, view: Tensor) -> Tensor | None:
+def _as_tensor(value: Any, name: str) -> Tensor | None:
     """What an optimizer keeps as a tensor: numbers become 0-d ones; None (no momentum yet) is nothing."""
     if isinstance(value, Tensor):
         return value
@@ -128,16 +138,9 @@ def _as_tensor(value: Any, view: Tensor) -> Tensor | None:
     if value is None:
         return None
     raise CheckpointError(
-        f"the optimizer keeps a {type(value).__name__} for a parameter of {tuple(view.shape)}; only tensors and numbers can be "
-        "saved"
+        f"the optimizer keeps a {type(value).__name__} for parameter '{name}'; a checkpoint holds tensors and numbers: keep it "
+        "as one of these, or outside of the optimizer's state"
     )
-
-
-def _within(piece: Piece, offset: int, bounds: tuple[int, int]) -> Piece | None:
-    """The part of `piece`, of a parameter that starts at `offset` of its bucket, inside the bucket's elements `bounds`."""
-    at = offset + piece.start
-    lo, hi = max(at, bounds[0]), min(at + piece.data.numel(), bounds[1])
-    return Piece(piece.name, piece.shape, piece.start + lo - at, piece.data[lo - at : hi - at]) if lo < hi else None
 
 
 def fill_optimizer(optimizer: ZeroOptimizer, wanted: Pieces, without: frozenset[str]) -> None:
