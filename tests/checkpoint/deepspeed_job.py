@@ -86,7 +86,7 @@ def main(rank: int, world: int, port: str, folder: Path) -> None:
         if rank == 0:
             whole = get_fp32_state_dict_from_zero_checkpoint(str(folder / name), tag="global_step3")
             torch.save({k: v.clone() for k, v in whole.items()}, folder / f"{name}.pt")
-            if name in ("2", "3"):
+            if name in ("1", "2", "3"):
                 source = folder / name / "global_step3"
                 to_universal(argparse.Namespace(
                     input_folder=str(source), output_folder=f"{source}_universal", num_extract_workers=1, num_merge_workers=1,

@@ -86,7 +86,7 @@ def _go_on(rank: int, world: int, folder: str, plans: list[tuple[str, int, str |
 def test_the_losses_go_on(runs: Any) -> None:
     folder, expected = runs
     plans: list[tuple[str, int, str | None]] = [
-        ("1", 3, None), ("2", 2, None), ("3", 1, None), ("2", 0, UNIVERSAL), ("3", 3, UNIVERSAL), ("1-bf16", 2, None),
+        ("1", 3, None), ("2", 2, None), ("3", 1, None), ("1", 0, UNIVERSAL), ("3", 3, UNIVERSAL), ("1-bf16", 2, None),
         ("3-bf16", 3, None),
     ]  # fmt: skip
     results = run_ranks(_go_on, 2, str(folder), plans, timeout=200)
@@ -116,6 +116,8 @@ def test_what_is_missing_is_named(runs: Any, tmp_path: Path) -> None:
     next((tmp_path / "a").glob("*pp_rank_1*optim*")).unlink()
     with pytest.raises(CheckpointError, match=r"saved by 2 ranks and lacks the optimizer states of \[1\]"):
         DeepSpeedCheckpoint(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="round_robin_gradients"):  # its values are wrong, of which nothing else tells
+        DeepSpeedCheckpoint(folder / "2" / UNIVERSAL)
     shutil.copytree(folder / "3" / "global_step3", tmp_path / "b")
     (tmp_path / "b" / "layer_00-model_states.pt").touch()
     with pytest.raises(CheckpointError, match="pipeline stages"):

@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO checkpoints, read by parameter: stages 1, 2 and 3 as they were saved, and universal ones.
 
 What is where (DeepSpeed 0.19): in each rank's `*_optim_states.pt`, stages 1 and 2 keep for every parameter group one flat
-slice of masters and of each moment, and say which elements of it belong to which parameter (`param_slice_mappings`); stage 3
-keeps each parameter's own slice (ceil(numel / ranks) elements) one after another, in the order of `param_shapes`. A universal
+slice of masters and of each moment; the ranks' slices one after another hold the parameters in the order of `param_shapes`, each
+followed by its alignment padding. (`param_slice_mappings` is not used: with round-robin gradients it is of another order.)
+Stage 3 keeps each parameter's own slice (ceil(numel / ranks) elements) one after another, in the same order. A universal
 checkpoint has a folder for each parameter. Weights that are not optimized lie in the model states.
 """
 
@@ -131,34 +132,41 @@ class DeepSpeedCheckpoint:
         if missing:
             raise CheckpointError(f"{self.folder} was saved by {world} ranks and lacks the optimizer states of {missing}")
         shapes: Sequence[dict[str, torch.Size]] = self.states.get("param_shapes") or []
+        starts = [0] * len(shapes)
         for rank in range(world):
             state = load_foreign(files[rank])["optimizer_state_dict"]
             if "fp32_flat_groups" in state:
                 if state.get("ds_zero_partition_groups") is not None:
                     raise CheckpointError(f"{self.folder}: parameters are cut over several groups of ranks, which is not read")
                 self._read_stage3(state, shapes, rank, world)
-            elif "single_partition_of_fp32_groups" in state and state.get("param_slice_mappings"):
-                self._read_stage12(state, shapes)
+            elif "single_partition_of_fp32_groups" in state:
+                self._read_stage12(state, shapes, starts)
             else:
                 raise CheckpointError(f"{files[rank]}: its layout is not known (keys {', '.join(sorted(map(str, state)))[:200]})")
             if rank == 0:
                 self.loss_scaler = state.get("loss_scaler")
 
-    def _read_stage12(self, state: dict[str, Any], shapes: Sequence[dict[str, torch.Size]]) -> None:
+    def _read_stage12(self, state: dict[str, Any], shapes: Sequence[dict[str, torch.Size]], starts: list[int]) -> None:
+        """`starts`: where this rank's slice of each group begins; moved on to the next rank's."""
         base = state["base_optimizer_state"]
         if not isinstance(base, dict):
             raise CheckpointError(f"{self.folder} was saved with elastic_checkpoint, an old layout: save it without")
         self.groups = base["param_groups"]
-        for g, mapping in enumerate(state["param_slice_mappings"]):
+        paddings = state.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+        for g, (group, padding) in enumerate(zip(shapes, paddings, strict=True)):
             flats = {MASTER: state["single_partition_of_fp32_groups"][g], **_moments(base["state"].get(g, {}))}
             step = _step(base, g, g)
-            for name, address in mapping.items():
-                at = sum(v.numel() for _, v in self._stored(name, MASTER, shapes[g][name]).pieces)
+            first, end, at = starts[g], starts[g] + flats[MASTER].numel(), 0
+            for (name, shape), gap in zip(group.items(), padding, strict=True):
+                lo, hi = max(at, first), min(at + shape.numel(), end)
                 for kind, flat in flats.items():
-                    values = flat.view(-1)[address.start : address.start + address.numel]
-                    self._stored(name, kind, shapes[g][name]).pieces.append((at, values))
+                    stored = self._stored(name, kind, shape)
+                    if lo < hi:
+                        stored.pieces.append((lo - at, flat.detach().view(-1)[lo - first : hi - first]))
                 if step is not None:
                     self.steps[name] = step
+                at += shape.numel() + gap
+            starts[g] = end
 
     def _read_stage3(self, state: dict[str, Any], shapes: Sequence[dict[str, torch.Size]], rank: int, world: int) -> None:
         base = state["optimizer_state_dict"]
@@ -173,7 +181,7 @@ class DeepSpeedCheckpoint:
             first = rank * part
             held = max(min(part, shape.numel() - first), 0)
             for kind, flat in flats[current].items():
-                self._stored(name, kind, shape).pieces.append((first, flat.view(-1)[at : at + held]))
+                self._stored(name, kind, shape).pieces.append((first, flat.detach().view(-1)[at : at + held]))
             step = _step(base, current, 0)
             if step is not None:
                 self.steps[name] = step
@@ -185,6 +193,12 @@ class DeepSpeedCheckpoint:
     # --- universal, weights ---------------------------------------------------------------------------------------
 
     def _read_universal(self, zero: Path) -> None:
+        zero_config = (self.states.get("ds_config") or {}).get("zero_optimization") or {}
+        if isinstance(zero_config, dict) and zero_config.get("round_robin_gradients") and zero_config.get("stage") == 2:
+            raise CheckpointError(
+                f"{self.folder} was converted from a run with round_robin_gradients, whose parameters DeepSpeed's converter "
+                "(0.19.8) mixes up; load the checkpoint it was made from, which is read right"
+            )
         # Stage 3 is converted without shapes; the model states have them.
         shapes = {n: s for group in self.states.get("param_shapes") or [] for n, s in group.items()}
         for folder in sorted(p for p in zero.iterdir() if p.is_dir()):

@@ -45,8 +45,8 @@ class Share:
         return own.start + size * self.replica // self.replicas, own.start + size * (self.replica + 1) // self.replicas
 
     def of_part(self, bucket: Bucket, offset: int, start: int, size: int) -> tuple[int, int]:
-        """Which of the `size` elements of a part that begins at element `start` of a parameter, itself at `offset` of its bucket.
-        Where state is sharded only this rank and its replicas hold the part; elsewhere all ranks do."""
+        """Which of the `size` elements of a part that begins at element `start` of a parameter. `offset` is the parameter's
+        place in its bucket. Where state is sharded, only this rank and its replicas hold the part; elsewhere all ranks do."""
         if bucket.policy.shard_state:
             return size * self.replica // self.replicas, size * (self.replica + 1) // self.replicas
         at = offset + start
@@ -120,8 +120,8 @@ def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pi
                     parts.append(Piece(piece.name, piece.shape, piece.start + lo, flat))
             elif data.dim() and size != piece.shape.numel():
                 raise CheckpointError(
-                    f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with {size} elements; "
-                    "its place in the whole parameter is not known, so it cannot be saved"
+                    f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with {size} "
+                    "elements; its place in the whole parameter is not known, so it cannot be saved"
                 )
             elif not parts and (share is None or (piece.start + lo == 0 and lo < hi)):
                 parts.append(Piece(piece.name, data.shape, 0, data.detach().contiguous().view(-1)))
