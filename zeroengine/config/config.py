@@ -70,7 +70,7 @@ class Config(Section):
     strict: Flag = key(True, "False turns unknown keys into a warning.", ours=True)
 
     zero_allow_untested_optimizer: Flag = key(
-        False, "Give an optimizer class that is not known to be element-wise flat pieces of the parameters."
+        False, "Accepted, and not needed: an optimizer that is not known to be element-wise gets whole parameters."
     )
     optimizer: OptimizerSection | None = key(None, "The optimizer. Null: given in code.")
     scheduler: SchedulerSection | None = key(None, "The learning-rate schedule. Null: given in code, or none.")

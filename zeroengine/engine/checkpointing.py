@@ -19,6 +19,7 @@ from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
+from zeroengine.optim.schedules import apply_last_rates
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes
@@ -197,6 +198,8 @@ class CheckpointMethods:
                 log_rank0("the checkpoint has another number of parameter groups; learning rates stay as configured", 30)
         if with_scheduler and values["scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(values["scheduler"])
+            if not with_state:
+                apply_last_rates(self.lr_scheduler)
         if values["epoch"] is not None and self.training_dataloader is not None:
             self.training_dataloader.epoch = values["epoch"]
 

@@ -86,7 +86,7 @@ def _initialize(
     batch = resolve_batch(settings, mesh.data_parallel_size)
     source: Any = optimizer
     if source is None and settings.optimizer is not None:
-        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params)
+        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, model)
     if isinstance(source, torch.optim.Optimizer):
         groups = source.param_groups
     else:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from zeroengine.config import Config
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
-from zeroengine.optim.update import FlatMaster, check_optimizer, is_elementwise, shard_groups
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_same
 from zeroengine.zero.gradients import BucketGradients, GradientRule
@@ -103,27 +103,10 @@ def attach_optimizer(
     mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
 ) -> ZeroOptimizer:
     """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups."""
-    own = source if isinstance(source, torch.optim.Optimizer) else None
-    sharded = any(g.bucket.policy.shard_state for g in mechanism.gradients)
-    elementwise = is_elementwise(type(own)) if own is not None else getattr(source, "elementwise", None)
-    allow = config.zero_allow_untested_optimizer
-    if own is not None:
-        check_optimizer(own, sharded, allow)
-    masters = [
-        FlatMaster(g, mechanism.masters.pop(g.bucket.index, None), whole_shapes=not sharded and not elementwise)
-        for g in mechanism.gradients
-    ]
-    parts = shard_groups(groups, {m.bucket.index: m for m in masters})
-    if own is not None:
-        inner = own
-        for group, mine in zip(inner.param_groups, parts, strict=True):
-            group["params"] = mine
-    else:
-        inner = source([{**group, "params": mine} for group, mine in zip(groups, parts, strict=True)])  # type: ignore[operator]
-        check_optimizer(inner, sharded, allow)
     mesh = mechanism.groups
+    attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
     mechanism.optimizer = ZeroOptimizer(
-        inner, masters, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
+        attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
         build_scaler(config), config.gradient_clipping, _MAX_SKIPS,
     )  # fmt: skip
     return mechanism.optimizer

@@ -106,7 +106,7 @@ def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pi
     """
     found: Pieces = {}
     buckets = {spec.name: (m.bucket, spec.offset) for m in optimizer.masters for spec in m.bucket.layout.specs}
-    for view, piece in optimizer.pieces():
+    for view, piece in optimizer.held():
         size, bucket = view.numel(), buckets[piece.name]
         lo, hi = (0, size) if share is None else share.of_part(*bucket, piece.start, size)
         for key, value in optimizer.state.get(view, {}).items():
@@ -146,7 +146,7 @@ def _as_tensor(value: Any, name: str) -> Tensor | None:
 def fill_optimizer(optimizer: ZeroOptimizer, wanted: Pieces, without: frozenset[str]) -> None:
     """After `wanted` (of `optimizer_pieces`) was loaded: gives numbers and step counts to every part of a parameter, and takes
     the state of the parameters in `without` away: they had none when the checkpoint was saved."""
-    for view, piece in optimizer.pieces():
+    for view, piece in optimizer.held():
         if piece.name in without:
             optimizer.state.pop(view, None)
             continue
@@ -164,25 +164,9 @@ def fill_optimizer(optimizer: ZeroOptimizer, wanted: Pieces, without: frozenset[
 
 
 def make_state(optimizer: ZeroOptimizer) -> list[nn.Parameter]:
-    """Lets the torch optimizer create the state that is not there yet, by a step that changes nothing: no gradient, learning
-    rate or decay. Returns the optimized tensors that had none."""
-    inner = optimizer.optimizer
-    bare = [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
-    if not bare:
-        return bare
-    kept: list[dict[str, Any]] = [{k: group[k] for k in ("lr", "weight_decay") if k in group} for group in inner.param_groups]
-    try:
-        for group in inner.param_groups:
-            group.update(dict.fromkeys((k for k in ("lr", "weight_decay") if k in group), 0.0))
-        for p in bare:
-            p.grad = torch.zeros_like(p)
-        with torch.no_grad():
-            inner.step()
-    finally:
-        for group, values in zip(inner.param_groups, kept, strict=True):
-            group.update(values)
-        for p in bare:
-            p.grad = None
+    """Lets the torch optimizer create the state that is not there yet; returns the optimized tensors that had none."""
+    bare = [view for view, _ in optimizer.held() if not optimizer.state.get(view)]
+    optimizer.make_state()
     return bare
 
 

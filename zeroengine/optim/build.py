@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import nn
 
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once
-from zeroengine.optim.update import is_elementwise
+from zeroengine.optim.kinds import check_usable
+from zeroengine.optim.lamb import Lamb
+from zeroengine.optim.lion import Lion
+from zeroengine.optim.muon import MuonWithAdamW, muon_options, split_groups
 
 ParamGroups = list[dict[str, Any]]
 OptimizerFactory = Callable[[ParamGroups], torch.optim.Optimizer]
-"""Makes an optimizer over groups. An attribute `elementwise` says whether flat pieces are right for it, if known."""
+"""Makes an optimizer over parameter groups, see `parts.attach`."""
 
 # Keys of DeepSpeed's optimizers that choose an implementation, not a result.
 _IMPLEMENTATION = frozenset({"torch_adam", "set_grad_none", "fused", "foreach", "capturable"})
@@ -30,17 +34,22 @@ def param_groups(module: nn.Module, given: Iterable[Any] | None) -> ParamGroups:
         entries = [given]
     else:
         entries = list(given)
-    if entries and all(isinstance(e, dict) for e in entries):
-        groups = [dict(e) for e in entries]
-        for i, group in enumerate(groups):
-            if "params" not in group:
-                raise ConfigError(f"parameter group {i} has no 'params'; its keys are {sorted(group)}")
-            params = group["params"]
-            group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    else:
-        params = [e[1] if isinstance(e, tuple) else e for e in entries]
-        groups = [{"params": params}]
+    if not (entries and all(isinstance(e, dict) for e in entries)):
+        entries = [{"params": entries}]
+    return named_groups(*entries)
+
+
+def named_groups(*given: dict[str, Any]) -> ParamGroups:
+    """Copies of group dicts whose `params` is a list of trainable parameters: one parameter and (name, parameter) pairs
+    are taken, too. Raises `ConfigError` for anything else."""
+    groups = [dict(g) for g in given]
     for i, group in enumerate(groups):
+        if "params" not in group:
+            raise ConfigError(f"parameter group {i} has no 'params'; its keys are {sorted(group)}")
+        params = group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        group["params"] = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
+        group.pop("param_names", None)
         for p in group["params"]:
             if not isinstance(p, torch.Tensor):
                 raise ConfigError(
@@ -65,16 +74,21 @@ def check_trainable(module: nn.Module, groups: ParamGroups) -> None:
         )
 
 
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion, "lamb": Lamb, "muon": MuonWithAdamW}
+_ADAM = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")
+
+
 def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
-    """The class that config `optimizer.type` names, case and underscores aside."""
+    """The class that config `optimizer.type` names, case and underscores aside. Raises `ConfigError` for an unknown name
+    and for classes that no stage can serve."""
     wanted = name.replace("_", "").lower()
     classes = {
         n.lower(): c
         for n, c in vars(torch.optim).items()
         if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
-    }
+    } | _OURS
     classes.pop("optimizer", None)
-    if wanted in ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam"):
+    if wanted in _ADAM:
         # torch's meaning: "Adam" adds weight decay to the gradient, unless the config says otherwise.
         wanted = "adamw" if params.get("adam_w_mode") is True else "adam"
         if wanted == "adam" and params.get("weight_decay") and "adam_w_mode" not in params:
@@ -90,20 +104,29 @@ def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Op
         raise ConfigError(
             f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own"
         )
+    check_usable(classes[wanted])
     return classes[wanted]
 
 
-def optimizer_factory(name: str, params: Mapping[str, Any]) -> OptimizerFactory:
-    """Checks `optimizer.params` against the class and returns what builds it over groups."""
+def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) -> ClassFactory:
+    """Checks `optimizer.params` against the class and returns what builds it over groups of `model`'s parameters."""
     cls = optimizer_class(name, params)
+    given = muon_options(dict(params)) if cls is MuonWithAdamW else dict(params)
     signature = inspect.signature(cls.__init__).parameters
     accepted = {n for n in signature if n not in ("self", "params", "args", "kwargs")}
     kwargs: dict[str, Any] = {}
-    for key, value in params.items():
-        if key in ("adam_w_mode", *_IMPLEMENTATION):
+    for key, value in given.items():
+        if key not in accepted and (key == "adam_w_mode" or key in _IMPLEMENTATION):
             continue
-        if key == "bias_correction" and value is True:
+        if key in ("fused", "foreach", "capturable"):
             continue
+        if key == "bias_correction" and key not in accepted:
+            if value is True:
+                continue
+            raise ConfigError(
+                f"optimizer.params.bias_correction is {value!r}, and {cls.__name__} always corrects its moments; remove the "
+                "key, or pass an optimizer of your own to initialize(optimizer=...)"
+            )
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -117,26 +140,29 @@ def optimizer_factory(name: str, params: Mapping[str, Any]) -> OptimizerFactory:
         # One pass over the memory. Not SGD's: it rounds an element differently by its place in memory, and the stages
         # would no longer agree to the last bit.
         kwargs["fused"] = True
-
-    return ClassFactory(cls, kwargs)
+    return ClassFactory(cls, kwargs, partial(split_groups, model) if cls is MuonWithAdamW else None)
 
 
 class ClassFactory:
-    """Builds an optimizer of a known class."""
+    """Builds an optimizer of a known class, `cls`. `prepare` rearranges parameter groups first."""
 
-    def __init__(self, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        self.elementwise = is_elementwise(cls)
-        self._cls = cls
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any],
+        prepare: Callable[[ParamGroups], ParamGroups] | None = None,
+    ) -> None:  # fmt: skip
+        self.cls = cls
+        self.prepare = prepare
         self._kwargs = kwargs
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         kwargs = dict(self._kwargs)
         if any(p.is_complex() for group in groups for p in group["params"]):
             kwargs.pop("fused", None)  # torch has none for complex numbers, and says so only in step
+        make: Callable[..., torch.optim.Optimizer] = self.cls
         try:
-            return self._cls(groups, **kwargs)
+            return make(groups, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
             if "fused" not in str(error) or "fused" not in kwargs:
-                raise ConfigError(f"optimizer.params do not fit {self._cls.__name__}: {error}") from error
+                raise ConfigError(f"optimizer.params do not fit {self.cls.__name__}: {error}") from error
         kwargs.pop("fused")  # not for these options or this dtype; the result is the same
-        return self._cls(groups, **kwargs)
+        return make(groups, **kwargs)

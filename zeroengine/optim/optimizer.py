@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import ConfigError, NonFiniteError
+from zeroengine.errors import NonFiniteError
 from zeroengine.logging import log_rank0
+from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
+from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
+from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.layout import Piece
@@ -43,8 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
-        masters: list[FlatMaster],
+        attached: Attached,
         reducer: Reducer,
         sharder: Sharder,
         control: Communicator,
@@ -54,8 +56,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_skips: int,
     ) -> None:
         # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
-        self.optimizer = inner
-        self.masters = masters
+        self._attached = attached
+        self.optimizer = attached.inner
+        self.parts = attached.parts
+        self.masters: list[FlatMaster] = attached.parts.masters
         self.reducer = reducer
         self.scaler = scaler
         self.max_norm = max_norm
@@ -109,10 +113,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ConfigError(
-            "parameter groups can not be added to a running engine; add the parameters to the model, call engine.destroy() and "
-            "zeroengine.initialize again"
-        )
+        """Trains parameters that are in no group so far: a dict with `params` and, if they differ, options. The same call on
+        every rank. Raises `ConfigError` for parameters that were frozen or absent when the engine was made."""
+        self._attached.add_group(named_groups(param_group)[0])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
@@ -147,12 +150,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if factor < 1.0:
                 master.gradients.updated.mul_(factor)
             master.link(used)
-        self.optimizer.step()
+        if self._has_flat_parts():
+            self.optimizer.step()
         for master in self.masters:
             master.unlink()
+        if self.parts.whole is not None:
+            self.parts.whole.update(self.optimizer.step, used)
+        for master in self.masters:
             master.publish()
         for master in self.masters:
             master.bucket.wait()
+
+    def _has_flat_parts(self) -> bool:
+        """Else every call of the inner `step` is one for whole parameters: some optimizers count their calls."""
+        return any(index not in m.apart for m in self.masters for index in m.parts) or self.parts.whole is None
 
     def _skip(self) -> None:
         self.skipped_steps += 1
@@ -181,6 +192,39 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's parts of the masters, with the tensor that the inner optimizer knows them by."""
         for master in self.masters:
             yield from master.pieces()
+
+    def held(self) -> Iterator[Held]:
+        """What the inner optimizer keeps state for on this rank: parts of the masters, and whole parameters that this rank
+        owns. The pieces' `data` has no values for the latter."""
+        for master in self.masters:
+            for index, parts in master.parts.items():
+                if index not in master.apart:
+                    for part in parts:
+                        yield part.view, Piece(part.name, part.shape, part.start, part.view.data.view(-1))
+        if self.parts.whole is not None:
+            for view, spec in self.parts.whole.owned():
+                yield view, Piece(spec.name, spec.shape, 0, torch.empty(0))
+
+    def make_state(self) -> None:
+        """Lets the inner optimizer make the state that it lacks, by a step that changes nothing."""
+        inner = self.optimizer
+        mine = {id(p) for group in inner.param_groups for p in group["params"]}
+        lacking = [
+            part.view
+            for master in self.masters
+            for index, parts in master.parts.items()
+            for part in parts
+            if index not in master.apart and id(part.view) in mine and part.view not in inner.state
+        ]
+        with torch.no_grad(), NoChange(inner):
+            for p in lacking:
+                p.grad = torch.zeros_like(p)
+            if lacking:
+                inner.step()
+            for p in lacking:
+                p.grad = None
+            if self.parts.whole is not None:
+                self.parts.whole.rehearse(inner.step, lambda p: p not in inner.state)
 
     def bytes(self) -> int:
         """Bytes of masters that are separate from the values, and of optimizer state (its step counters aside)."""

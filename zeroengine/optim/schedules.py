@@ -13,6 +13,7 @@ import inspect
 import math
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -262,6 +263,17 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRSchedu
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"scheduler.params do not fit {name}: {error}; given: {show(params)}") from error
     return schedule
+
+
+def apply_last_rates(schedule: Any) -> None:
+    """Gives the groups the rates of a schedule whose state was loaded. torch's schedules leave that to the state of the
+    optimizer, and some compute the next rate from the group's."""
+    if isinstance(schedule, LRScheduler):
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _check_names(cls: type, params: dict[str, Any]) -> None:

@@ -1,0 +1,107 @@
+"""What a torch optimizer keeps for its parameters: made, carried over, and described for a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.errors import CheckpointError, ConfigError
+from zeroengine.zero.layout import Piece
+
+Pieces = dict[str, list[Piece]]
+Held = tuple[nn.Parameter, Piece]
+"""What the optimizer knows a parameter, or a part of it, by; and its name, its shape and where the part begins."""
+
+
+def check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that has made steps: its ranks' states cannot be told apart. State from the constructor is
+    fine (Adagrad's)."""
+    for state in optimizer.state.values():
+        if any(float(v) != 0 for k, v in state.items() if k == "step") or "step" not in state:
+            raise ConfigError(
+                f"the optimizer {type(optimizer).__name__} has state already; give zeroengine.initialize a fresh one and load a "
+                "checkpoint with engine.load_checkpoint"
+            )
+
+
+def carry_state(
+    optimizer: torch.optim.Optimizer, made: dict[str, Any], shape: torch.Size, views: list[nn.Parameter], starts: list[int]
+) -> None:
+    """Gives `views`, parts of one parameter that begin at elements `starts`, their parts of the state `made` for it."""
+    for view, start in zip(views, starts, strict=True):
+        for key, value in made.items():
+            if isinstance(value, Tensor) and value.shape == shape and key != "step":
+                part = value.reshape(-1)[start : start + view.numel()].reshape(view.shape)
+                wide = part.dtype if not part.is_floating_point() else torch.promote_types(part.dtype, view.dtype)
+                optimizer.state[view][key] = part.to(wide, copy=True)
+            else:
+                optimizer.state[view][key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def state_pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held]) -> Pieces:
+    """This rank's parts of the optimizer's state, as `optim.<parameter>.<key>`.
+
+    A tensor like the part lies where the part lies; any other tensor (a step count, a row's factors) has its own shape
+    and is the same wherever the parameter is, and a number becomes a tensor. Raises `CheckpointError` for what is neither.
+    """
+    found: Pieces = {}
+    for view, piece in held:
+        state = optimizer.state.get(view, {})
+        for key, value in state.items():
+            if value is None:
+                continue
+            name = f"optim.{piece.name}.{key}"
+            if isinstance(value, Tensor):
+                if not value.is_contiguous():
+                    value = state[key] = value.contiguous()
+                if value.dim() and value.shape == view.shape:
+                    found.setdefault(name, []).append(Piece(piece.name, piece.shape, piece.start, value.view(-1)))
+                else:
+                    found.setdefault(name, [Piece(piece.name, value.shape, 0, value.view(-1))])
+            elif isinstance(value, (bool, int, float)):
+                dtype = torch.float64 if isinstance(value, float) else torch.int64
+                found.setdefault(name, [Piece(piece.name, torch.Size([]), 0, torch.tensor([value], dtype=dtype))])
+            else:
+                kind, cls = type(value).__name__, type(optimizer).__name__
+                raise CheckpointError(
+                    f"optimizer {cls} keeps a {kind} as '{key}' for parameter '{piece.name}'; a checkpoint holds tensors "
+                    "and numbers. Keep it as one of these, or outside of `state`"
+                )
+    return found
+
+
+def restore_state(optimizer: torch.optim.Optimizer, held: Iterable[Held], loaded: Pieces, without: set[str]) -> None:
+    """Finishes what loading `loaded` in place has begun: several parts of one parameter share what is not cut, numbers
+    are numbers again, and parameters in `without` (no gradient before the save) have no state."""
+    for view, piece in held:
+        if piece.name in without:
+            optimizer.state.pop(view, None)
+            continue
+        state = optimizer.state.get(view, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not (value.dim() and value.shape == view.shape):
+                value.copy_(loaded[f"optim.{piece.name}.{key}"][0].data.view(value.shape))
+            elif isinstance(value, (bool, int, float)):
+                state[key] = type(value)(loaded[f"optim.{piece.name}.{key}"][0].data.item())
+
+
+class NoChange:
+    """Context in which a step of `optimizer` changes nothing but its state: zero gradients, learning rate and decay."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._kept: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self._kept = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        for group in self._groups:
+            for key in ("lr", "weight_decay"):
+                if key in group:
+                    group[key] = torch.zeros_like(group[key]) if isinstance(group[key], Tensor) else 0.0
+
+    def __exit__(self, *_: object) -> None:
+        for group, values in zip(self._groups, self._kept, strict=True):
+            group.update(values)

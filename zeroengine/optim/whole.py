@@ -1,0 +1,227 @@
+"""The update of parameters that an optimizer must see whole, where each rank keeps a slice of gradients and masters.
+
+Each such parameter has an owner, one rank of the shard group. The owner gets the other ranks' slices of the reduced
+gradient and of the master (two all-to-alls), steps the torch optimizer on the real shape, and sends the new values back
+to the slices (a third). Only the owner has optimizer state, so that state is sharded as for any other optimizer; masters,
+published values and checkpoints of masters are those of the slices and know nothing of owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.optim.update import FlatMaster
+from zeroengine.zero.layout import ParamSpec
+from zeroengine.zero.residency import stub_for
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements [start, end) of a parameter lie in the slice of group rank `rank`, at `at` of that slice."""
+
+    rank: int
+    start: int
+    end: int
+    at: int
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter. `view` has its shape, and values only while its owner updates it; None on other ranks."""
+
+    master: FlatMaster
+    spec: ParamSpec
+    owner: int
+    cuts: tuple[Cut, ...]
+    view: nn.Parameter | None
+
+    @property
+    def values_whole(self) -> bool:
+        """The owner has all master values already: they are the values, and those are kept whole."""
+        return not self.master.separate and not self.master.bucket.policy.shard_params
+
+    def hide(self) -> None:
+        if self.view is not None:
+            self.view.grad = None
+            self.view.data = stub_for(self.spec.shape, self.master.flat.dtype, self.master.flat.device)
+
+
+Range = Callable[[Member, Cut], Tensor]
+
+
+class WholeUpdate:
+    """Owners of the whole parameters of one engine, and their update. `at_once` steps all of them by one call, for an
+    optimizer that counts its calls. Else there are rounds, in which an owner takes parameters of `round_size` elements
+    together, or one larger parameter: its temporary memory is a gradient and a master of that size."""
+
+    def __init__(self, comm: Communicator, at_once: bool, round_size: int) -> None:
+        self._comm = comm
+        self._at_once = at_once
+        self._round_size = round_size
+        self._loads = [0] * comm.size
+        self._members: dict[tuple[int, int], Member] = {}
+        self._rounds: list[list[Member]] = []
+
+    def add(self, entries: Sequence[tuple[FlatMaster, int]]) -> None:
+        """Gives every parameter (master of its bucket, index there) an owner: the largest first, each to the rank with
+        the fewest elements so far. The same on every rank. Owners of earlier parameters stay."""
+        ordered = sorted(entries, key=lambda e: (-e[0].bucket.layout.specs[e[1]].numel, e[0].bucket.index, e[1]))
+        for master, index in ordered:
+            spec = master.bucket.layout.specs[index]
+            owner = min(range(self._comm.size), key=lambda r: (self._loads[r], r))
+            self._loads[owner] += spec.numel
+            view = None
+            if owner == self._comm.rank:
+                view = nn.Parameter(stub_for(spec.shape, master.flat.dtype, master.flat.device))
+            member = Member(master, spec, owner, tuple(_cuts(master, spec)), view)
+            self._members[master.bucket.index, index] = member
+        self._rounds = list(self._in_rounds())
+
+    def view(self, bucket: int, index: int) -> nn.Parameter | None:
+        """What the optimizer updates for a parameter, None on ranks that do not own it. KeyError if it is not whole."""
+        return self._members[bucket, index].view
+
+    def holds(self, bucket: int, index: int) -> bool:
+        return (bucket, index) in self._members
+
+    def owned(self) -> Iterator[tuple[nn.Parameter, ParamSpec]]:
+        """The parameters that this rank updates."""
+        for member in self._members.values():
+            if member.view is not None:
+                yield member.view, member.spec
+
+    @property
+    def loads(self) -> list[int]:
+        """Elements that each rank of the shard group updates."""
+        return list(self._loads)
+
+    def _in_rounds(self) -> Iterator[list[Member]]:
+        if self._at_once:
+            yield list(self._members.values())
+            return
+        waiting: list[list[Member]] = [[] for _ in range(self._comm.size)]
+        for key in sorted(self._members):
+            waiting[self._members[key].owner].append(self._members[key])
+        while any(waiting):
+            members: list[Member] = []
+            for queue in waiting:
+                taken = 0
+                while queue and (not taken or taken + queue[0].spec.numel <= self._round_size):
+                    taken += queue[0].spec.numel
+                    members.append(queue.pop(0))
+            yield members
+
+    # --- the update -----------------------------------------------------------------------------------------------
+
+    def update(self, step: Callable[[], object], used: frozenset[str]) -> None:
+        """Brings gradients and masters to their owners, calls `step`, brings the new masters back. Collective. Parameters
+        that are not in `used` have no gradient, as in torch."""
+        for members in self._rounds:
+            present = [m for m in members if m.spec.name in used]
+            if present:
+                self._round(present, step)
+            elif self._at_once:
+                step()
+
+    def _round(self, members: list[Member], step: Callable[[], object]) -> None:
+        mine = [m for m in members if m.view is not None]
+        grads = {m: _empty(m, m.master.gradients.rule.accumulate) for m in mine}
+        self._to_owners(members, lambda m: m.master.gradients.reduced, grads, "gradients")
+        masters = {m: _whole_values(m) if m.values_whole else _empty(m, m.master.flat.dtype) for m in mine}
+        self._to_owners([m for m in members if not m.values_whole], lambda m: m.master.flat, masters, "masters")
+        for m in mine:
+            if m.view is not None:
+                m.view.data = masters[m].view(m.spec.shape)
+                m.view.grad = grads.pop(m).to(m.master.flat.dtype).view(m.spec.shape)
+        step()
+        for m in mine:
+            m.hide()
+
+        def new(m: Member, cut: Cut) -> Tensor:
+            return masters[m][cut.start : cut.end]
+
+        def place(m: Member, cut: Cut) -> Tensor:
+            return m.master.flat[cut.at : cut.at + cut.end - cut.start]
+
+        self._move(members, new, place, "new values", to_owner=False)
+
+    def _to_owners(
+        self, members: list[Member], flat: Callable[[Member], Tensor], whole: dict[Member, Tensor], what: str
+    ) -> None:
+        def part(m: Member, cut: Cut) -> Tensor:
+            return flat(m)[cut.at : cut.at + cut.end - cut.start]
+
+        def place(m: Member, cut: Cut) -> Tensor:
+            return whole[m][cut.start : cut.end]
+
+        self._move(members, part, place, what, to_owner=True)
+
+    def _move(self, members: list[Member], source: Range, target: Range, what: str, *, to_owner: bool) -> None:
+        """One all-to-all for each dtype: cuts go from the ranks of their slices to the owners, or the other way."""
+        for dtype, alike in _by_dtype(members, gradients=what == "gradients").items():
+            sent: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
+            places: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
+            for m in alike:
+                for cut in m.cuts:
+                    here, there = (cut.rank, m.owner) if to_owner else (m.owner, cut.rank)
+                    if here == self._comm.rank:
+                        sent[there].append(source(m, cut))
+                    if there == self._comm.rank:
+                        places[here].append(target(m, cut))
+            device = alike[0].master.flat.device
+            outgoing = [t for row in sent for t in row]
+            data = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
+            receives = [sum(t.numel() for t in row) for row in places]
+            received = torch.empty(sum(receives), dtype=dtype, device=device)
+            subject = f"{what} of whole parameters {alike[0].spec.name} ({len(alike)} parameters)"
+            sends = [sum(t.numel() for t in row) for row in sent]
+            self._comm.all_to_all(received, data, subject, output_splits=receives, input_splits=sends).wait()
+            at = 0
+            for place in (t for row in places for t in row):
+                place.copy_(received[at : at + place.numel()])
+                at += place.numel()
+
+    def rehearse(self, step: Callable[[], object], wants: Callable[[nn.Parameter], bool]) -> None:
+        """Calls `step` on zeros with zero gradients in place of the owned parameters that `wants` chooses, for an optimizer
+        to make its state. No communication."""
+        for members in self._rounds:
+            chosen = [m.view for m in members if m.view is not None and wants(m.view)]
+            for view in chosen:
+                view.data = torch.zeros(view.shape, dtype=view.dtype, device=view.device)
+                view.grad = torch.zeros_like(view)
+            if chosen or self._at_once:
+                step()
+            for m in members:
+                m.hide()
+
+
+def _cuts(master: FlatMaster, spec: ParamSpec) -> Iterator[Cut]:
+    size = master.bucket.layout.shard_numel
+    for rank in range(spec.offset // size, (spec.end - 1) // size + 1):
+        lo, hi = max(spec.offset, rank * size), min(spec.end, (rank + 1) * size)
+        yield Cut(rank, lo - spec.offset, hi - spec.offset, lo - rank * size)
+
+
+def _empty(m: Member, dtype: torch.dtype) -> Tensor:
+    return torch.empty(m.spec.numel, dtype=dtype, device=m.master.flat.device)
+
+
+def _whole_values(m: Member) -> Tensor:
+    """The owner's own copy of the values, updated in place: publishing writes every rank's copy afterwards."""
+    full = m.master.bucket.full
+    if full is None:
+        raise RuntimeError(f"the values of {m.spec.name} are not whole")
+    return full[m.spec.offset : m.spec.end]
+
+
+def _by_dtype(members: list[Member], *, gradients: bool) -> dict[torch.dtype, list[Member]]:
+    found: dict[torch.dtype, list[Member]] = {}
+    for m in members:
+        dtype = m.master.gradients.rule.accumulate if gradients else m.master.flat.dtype
+        found.setdefault(dtype, []).append(m)
+    return found
