@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zeroengine
+import zeroengine.engine.initialize  # now: ranks wait for each other from their first group on
 from tests.engine.models import TinyLM, config, tokens
 from zeroengine.engine import pieces as state
 from zeroengine.zero.layout import Piece
@@ -105,13 +107,13 @@ def wrong(engine: Any) -> list[str]:
 
 
 def build(stage: int, dtype: str = "fp32", seed: int = 1, optimizer: Any = None, **changes: Any) -> Any:
-    import zeroengine
-
     torch.manual_seed(seed)
     section = optimizer or {"type": "AdamW", "params": {"lr": 1e-2}}
     extra: dict[str, Any] = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     model = Awkward()
-    engine, *_ = zeroengine.initialize(model=model, config=config(stage, optimizer=section, **extra, **changes))
+    health = {"comm_timeout": 60.0}  # four ranks on two cores that others use too
+    settings = config(stage, optimizer=section, health=health, **extra, **changes)
+    engine, *_ = zeroengine.initialize(model=model, config=settings)
     return engine
 
 
