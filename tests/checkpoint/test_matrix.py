@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from tests.checkpoint.engines import build, fill, world_of, wrong
+from tests.checkpoint.engines import build, fill, scramble, world_of, wrong
 from tests.ranks import run_ranks
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 4)
@@ -15,6 +15,11 @@ LOADS = [(s, n, (s + n + m) % 4, m) for n, m in itertools.product(WORLDS, WORLDS
 
 def _dtype(stage: int, world: int) -> str:
     return "bf16" if (stage + world) % 2 else "fp32"
+
+
+def _loads_as(load: tuple[int, int, int, int]) -> str:
+    s, n, _, m = load
+    return {"fp32": "bf16", "bf16": "fp32"}[_dtype(s, n)] if (s + m) % 3 == 0 else _dtype(s, n)
 
 
 def _matrix(rank: int, world: int, folder: str) -> dict[tuple[int, int, int, int], list[str]]:
@@ -29,13 +34,14 @@ def _matrix(rank: int, world: int, folder: str) -> dict[tuple[int, int, int, int
                 engine.destroy()
     for m in WORLDS:
         with world_of(m, rank, world, directory, f"load{m}") as takes_part:
-            for stage in STAGES if takes_part else ():
-                for s, n, _, _ in [load for load in LOADS if load[2:] == (stage, m)]:
-                    # The same precision and the other one: masters become weights, weights become masters.
-                    engine = build(stage, _dtype(s, n) if (s + m) % 3 else "bf16", seed=7)
+            # The precision that saved and the other one: masters become weights, weights become masters.
+            for stage, dtype in itertools.product(STAGES, ("fp32", "bf16")) if takes_part else ():
+                engine = build(stage, dtype, seed=7)
+                for s, n, _, _ in [load for load in LOADS if load[2:] == (stage, m) and _loads_as(load) == dtype]:
+                    scramble(engine)
                     engine.load_checkpoint(directory / f"{s}-{n}")
                     found[s, n, stage, m] = wrong(engine)
-                    engine.destroy()
+                engine.destroy()
     return found
 
 

@@ -90,7 +90,7 @@ class Verdict:
     def __call__(self, missing: tuple[str, ...], unexpected: tuple[str, ...], values: dict[str, Any]) -> None:
         self._weights([k for k in missing if not k.startswith("optim.")], [k for k in unexpected if k.startswith("model.")])
         if self.optimizer is not None:
-            self._state([k for k in missing if k.startswith("optim.")], values.get("optimizer"))
+            self._state([k for k in missing if k.startswith("optim.")], values)
             unused = [k for k in unexpected if k.startswith("optim.")]
             if unused:
                 log_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}", 30)
@@ -109,17 +109,21 @@ class Verdict:
         if told:
             log_rank0(f"{self.found} does not fit the model; {'; '.join(told)}", 30)
 
-    def _state(self, missing: list[str], saved_by: str | None) -> None:
+    def _state(self, missing: list[str], values: dict[str, Any]) -> None:
+        saved_by = values.get("optimizer")
+        # Before the first update there is no state yet, and that is what a resume gets.
+        unused = saved_by == self.optimizer and values.get("global_steps") == values.get("skipped_steps")
         lacking: dict[str, set[str]] = {}
         for key in missing:
             name, _, what = key.removeprefix("optim.").rpartition(".")
             lacking.setdefault(name, set()).add(what)
         partly = [f"{n} has no {', '.join(sorted(kinds))}" for n, kinds in lacking.items() if n in self.saved]
-        if partly or (lacking and not self.saved and saved_by != self.optimizer):
-            held = sorted(set().union(*self.saved.values()))
+        if partly or (lacking and not self.saved and not unused):
+            held = ", ".join(sorted(set().union(*self.saved.values())))
+            kept_none = f"it was saved by {saved_by or 'no optimizer'}, which kept none"
             raise CheckpointError(
                 f"{self.found} has no optimizer state for {self.optimizer}: "
-                + (f"{_names(partly)}; it holds {', '.join(held)}" if partly else f"it was saved by {saved_by or 'no optimizer'}")
+                + (f"{_names(partly)}; it holds {held}" if partly else kept_none)
                 + ". Use the optimizer it was saved with, or load_optimizer_states=False to train on from its weights"
             )
         self.without = frozenset(lacking)
