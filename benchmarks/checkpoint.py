@@ -1,4 +1,5 @@
-"""Saving and loading beside `torch.save` and plain `torch.distributed.checkpoint`: MB/s of the same bytes, in turns.
+"""Saving and loading beside `torch.save` and plain `torch.distributed.checkpoint`: MB/s of the same bytes, in turns. Then an
+export of the weights, and what it takes of memory.
 
     python -m benchmarks.checkpoint --megabytes 400 --ranks 2 --rounds 5 --folder /some/disk
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.arguments import positive
 from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
-from zeroengine.checkpoint import BackgroundSaver, load, save
+from zeroengine.checkpoint import BackgroundSaver, SavedCheckpoint, export_weights, load, save
 from zeroengine.zero.layout import BucketLayout, Piece
 
 ROW = 1024
@@ -122,8 +123,23 @@ def _rank(rank: int, world: int, given: argparse.Namespace, store: str, out: Any
     worst = [None] * world
     dist.all_gather_object(worst, (times, memory))
     if rank == 0:
-        out.put((state.bytes, worst))
+        out.put((state.bytes, worst, _export(Path(given.work))))
     dist.destroy_process_group()
+
+
+def _export(work: Path) -> dict[str, float]:
+    """Seconds and extra memory of an export of what was saved, after one that warms up."""
+    took, grown, largest = 0.0, 0, 0
+    for round_ in range(2):
+        saved = SavedCheckpoint(work / "zeroengine", "a")
+        before = resident_bytes() or 0
+        reset_peak()
+        began = time.perf_counter()
+        entries = export_weights(saved, work / f"export{round_}")
+        took = time.perf_counter() - began
+        grown = (peak_bytes() or before) - before
+        largest = max(entry.nbytes for entry in entries)
+    return {"export_s": took, "extra_bytes": grown, "largest_tensor_bytes": largest}
 
 
 def summary(size: int, ranks: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
@@ -143,7 +159,7 @@ def summary(size: int, ranks: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]
     return rows
 
 
-def text(rows: Sequence[dict[str, Any]], ranks: int) -> str:
+def text(rows: Sequence[dict[str, Any]], ranks: int, export: dict[str, float]) -> str:
     blocking = next(row["blocked_s"] for row in rows if row["system"] == "zeroengine")
     share = rows[0]["bytes"] / ranks
     lines = [f"{'system':<22}{'save MB/s':>10}{'load MB/s':>10}{'blocked s':>11}{'of blocking':>12}{'extra memory / share':>22}"]
@@ -152,6 +168,11 @@ def text(rows: Sequence[dict[str, Any]], ranks: int) -> str:
             f"{row['system']:<22}{row['save_mb_s']:>10.0f}{row['load_mb_s']:>10.0f}{row['blocked_s']:>11.3f}"
             f"{row['blocked_s'] / blocking:>11.1%} {row['extra_bytes'] / share:>21.2f}"
         )
+    speed, largest = rows[0]["bytes"] / 1e6 / export["export_s"], export["largest_tensor_bytes"]
+    lines.append(
+        f"export by one process: {speed:.0f} MB/s, extra memory {export['extra_bytes'] / largest:.2f} of the largest tensor "
+        f"({largest / 1e6:.1f} MB)"
+    )
     return "\n".join(lines)
 
 
@@ -173,16 +194,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for process in processes:
             process.start()
         try:
-            size, ranks = _result(queue, processes)
+            size, ranks, export = _result(queue, processes)
         finally:
             for process in processes:
                 process.join(30)
                 process.kill()
     rows = summary(size, ranks)
-    sys.stdout.write(text(rows, given.ranks) + "\n")
+    sys.stdout.write(text(rows, given.ranks, export) + "\n")
     if given.json:
         Path(given.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(given.json).write_text(json.dumps(rows, indent=1))
+        Path(given.json).write_text(json.dumps({"systems": rows, "export": export}, indent=1))
     return 0
 
 

@@ -20,7 +20,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +270,7 @@ def train_steps(engine: Any, loader: Any, args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     accumulation = engine.gradient_accumulation_steps()
-    batches = batches_after(loader, engine.global_steps * accumulation)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch, from where the checkpoint stood
     bar = tqdm(total=args.steps, initial=engine.global_steps, unit="step", disable=RANK != 0, mininterval=1.0)
     engine.train()
     for step in range(engine.global_steps + 1, args.steps + 1):
@@ -297,12 +297,6 @@ def train_steps(engine: Any, loader: Any, args: argparse.Namespace) -> None:
         if args.save_every and step % args.save_every == 0 and step < args.steps:
             engine.save_checkpoint(args.output / "checkpoint")
     bar.close()
-
-
-def batches_after(loader: Any, consumed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches epoch after epoch, each in its own order, going on after the first `consumed` ones of a whole run."""
-    loader.epoch, skip = divmod(consumed, len(loader))
-    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), skip, None)
 
 
 def on_device(batch: dict[str, torch.Tensor], engine: Any) -> dict[str, torch.Tensor]:

@@ -19,6 +19,10 @@ class ReleasedParameterError(ZeroEngineError):
     """The values of a sharded parameter were touched outside a gather."""
 
 
+class MovedGradientError(ZeroEngineError):
+    """The values of `param.grad` were used after the engine had moved them into a bucket."""
+
+
 class RankError(ZeroEngineError):
     """Another rank died, stopped, failed, or left the common order of collectives."""
 

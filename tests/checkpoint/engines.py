@@ -61,11 +61,12 @@ def right(key: str, piece: Piece) -> Tensor:
     return (values * 100 if not piece.data.is_floating_point() else values).to(piece.data.dtype)
 
 
-def fill(engine: Any) -> None:
-    """Writes the right values everywhere."""
+def fill(engine: Any, frozen_as: str = "fp32") -> None:
+    """Writes the right values everywhere; a frozen weight in the precision `frozen_as`."""
     for key, parts in held(engine).items():
         for piece in parts:
-            piece.data.copy_(right(key, piece))
+            values = right(key, piece)
+            piece.data.copy_(values.bfloat16() if key == "model.frozen.weight" and frozen_as == "bf16" else values)
     for b in (engine.module.seen, engine.module.turned):
         b.copy_(torch.arange(1, b.numel() + 1).view(b.shape))
     for view, _ in engine.optimizer.pieces():

@@ -184,7 +184,7 @@ def test_inspect(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert inspect([str(folder / "run"), "--verify", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["global_steps"] == 2 and facts["ranks"] == 2
-    assert facts["optimizer"] == "AdamW" and facts["client_state"] == ["epoch"]
+    assert facts["optimizer"] == "FusedAdam" and facts["client_state"] == ["epoch"]
     assert facts["tied"] == {"head.weight": "emb.weight"} and facts["damaged_files"] == facts["non_finite"] == []
     assert facts["tensors"]["model.row"] == {"shape": [1, 17], "dtype": "bfloat16", "bytes": 34}
     assert facts["elements"] == sum(w.numel() for n, w in weights.items() if n != "head.weight")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -110,6 +111,24 @@ def stalled(victim: int, timeout: float) -> None:
     if job.rank == victim:
         time.sleep(60)
     job.gather("layers.7.weight")
+
+
+def inside(victim: int, how: str, timeout: float) -> None:
+    """Rank `victim` ends or stops while all ranks are in the middle of large collectives, from a thread of its own."""
+    job = Job(timeout)
+    assert job.params.moves_over == "shared memory"
+    gradients = job.params.empty(6_000_000, torch.empty(0)).fill_(1.0)
+    plain = torch.ones(6_000_000)
+
+    def end() -> None:
+        fault()
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+    if job.rank == victim:
+        threading.Timer(1.0, end).start()
+    while True:
+        for tensor in (gradients, plain):
+            job.params.all_reduce(tensor, "gradients", scale=1 / job.world).wait()
 
 
 def caught(victim: int, timeout: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from tests.ranks import run_ranks
@@ -108,8 +109,9 @@ def _error_of(run: Case, comm: TorchCommunicator, odd: bool) -> str:
     return "no error"
 
 
-def test_every_difference_is_named_on_every_rank() -> None:
-    for rank, texts in enumerate(run_ranks(_all_cases, 2, timeout=90)):
+@pytest.mark.parametrize("over", ["auto", "gloo"])
+def test_every_difference_is_named_on_every_rank(over: str) -> None:
+    for rank, texts in enumerate(run_ranks(_all_cases, 2, timeout=90, env={"ZE_COMM": over})):
         assert "rank 1: all_to_all 'experts', uneven blocks: sends 2 to rank 0, which expects 1" in texts.pop("splits")
         for name, (_, usual, odd) in CASES.items():
             lines = texts[name].splitlines()

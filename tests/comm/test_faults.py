@@ -49,6 +49,12 @@ def test_a_rank_ends(how: str, victim: int, says: str) -> None:
         )
 
 
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_rank_ends_over_gloo(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZE_COMM", "gloo")
+    test_a_rank_ends(how, 1, {"kill": "is gone", "stop": "is stopped"}[how])
+
+
 def test_a_rank_sits_in_a_barrier_of_torch() -> None:
     ended = run_processes("barrier", 2, 1, 10)
     for rank in (0,):

@@ -28,10 +28,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
     assert a.dtype == b.dtype and torch.equal(a, b), (a[:8], b[:8])
 
 
-def _operations(rank: int, world: int) -> dict[str, int]:
+def _operations(rank: int, world: int, over: str) -> dict[str, int]:
     init_distributed(verbose=False)
     fabric = Fabric(timeout=20)
     comm = fabric.communicator("test")
+    assert world == 1 or comm.moves_over == over
     assert (comm.rank, comm.size, comm.ranks) == (rank, world, tuple(range(world)))
     for share in (1, 7, 33, 5000):
         for dtype in DTYPES:
@@ -135,9 +136,9 @@ def _ring(comm) -> None:
         same(t, make((me - 1) % n, 100 + step, torch.bfloat16))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_operations(world: int) -> None:
-    run_ranks(_operations, world, timeout=60)
+@pytest.mark.parametrize(("world", "over"), [(1, ""), *((w, o) for w in (2, 3, 4) for o in ("shared memory", "Gloo"))])
+def test_operations(world: int, over: str) -> None:
+    run_ranks(_operations, world, over, timeout=60, env={"ZE_COMM": "gloo" if over == "Gloo" else "auto"})
 
 
 @pytest.mark.parametrize("n", range(1, 18))

@@ -61,7 +61,7 @@ def test_a_key_at_the_top_level_by_mistake(path: str) -> None:
         ({"zero_optimization": {"overlap_com": True}}, "did you mean `zero_optimization.overlap_comm`?"),
         ({"zero_optimization": {"gradient_clipping": 1}}, "`gradient_clipping` belongs in the top level"),
         ({"optimizer": {"type": "Adam", "lr": 1}}, "`lr` belongs in `optimizer.params` (`optimizer.params.lr`)"),
-        ({"bf16": {"loss_scale": 0}}, "`loss_scale` belongs in `fp16` (`fp16.loss_scale`)"),
+        ({"bf16": {"loss_scale": 0}}, "bf16 has the range of fp32 and needs no loss scale"),
         ({"max_grad_norm": 1}, "write `gradient_clipping`"),
         ({"Gradient-Clipping": 1}, "did you mean `gradient_clipping`?"),
         ({"gradient_accumulation_steps ": 1}, "did you mean `gradient_accumulation_steps`?"),
@@ -154,7 +154,7 @@ def test_describe() -> None:
         "_note": "comment", "train_batch_size": "invalid", "gradient_clipping": "auto", "bfloat16.enabled": "honoured",
         "zero_optimization.stage": "honoured", "zero_optimization.overlap_com": "unknown",
         "zero_optimization.allgather_bucket_size": "ignored", "zero_optimization.cpu_offload": "honoured",
-        "amp": "refused", "wandb.enabled": "ignored", "optimizer.type": "honoured", "optimizer.params": "honoured",
+        "amp": "refused", "wandb.enabled": "ignored", "optimizer.type": "honoured", "optimizer.params.lr": "honoured",
     }  # fmt: skip
     assert reports["zero_optimization.stage"].value == 2
     assert "overlap_comm" in reports["zero_optimization.overlap_com"].text

@@ -210,7 +210,6 @@ def test_one_warning_names_all_that_is_ignored(said: list[str]) -> None:
         "tensorboard": {"enabled": True, "job_name": "one-warning"},
         "wandb": {"enabled": False},
         "zero_optimization": {"allgather_bucket_size": 2e8, "contiguous_gradients": True, "reduce_scatter": False},
-        "zero_allow_untested_optimizer": True,
         "compile": {"deepcompile": True},
     }
     Config.load(written)
@@ -219,7 +218,7 @@ def test_one_warning_names_all_that_is_ignored(said: list[str]) -> None:
     zero = "zero_optimization"
     for path in ("tensorboard", f"{zero}.allgather_bucket_size", f"{zero}.reduce_scatter", "compile"):
         assert f"`{path}`" in text
-    for path in ("wandb", "contiguous_gradients", "zero_allow_untested_optimizer", "job_name"):
+    for path in ("wandb", "contiguous_gradients", "job_name"):
         assert path not in text
 
 

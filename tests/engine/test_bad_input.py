@@ -149,7 +149,7 @@ def _misused(engine: Any) -> list[str]:
         "a number": (ValueError, "not float", lambda: engine.backward(1.0)),
         "without gradient": (ValueError, "requires no grad", lambda: engine.backward(engine(x).detach().mean())),
         "closure": (ValueError, "closure", lambda: engine.optimizer.step(lambda: engine(x).mean())),
-        "new group": (ConfigError, "parameter groups", lambda: engine.optimizer.add_param_group({"params": []})),
+        "new group": (ConfigError, "no trainable parameter", lambda: engine.optimizer.add_param_group({"params": []})),
         "second engine": (ModelError, "belongs to another engine", lambda: zeroengine.initialize(
             model=engine.module, config=_config(), mesh=engine.mesh)),
         "no data": (ValueError, "without training_data", lambda: engine.train_batch()),

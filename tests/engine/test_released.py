@@ -114,11 +114,7 @@ def _touch(rank: int, ranks: int) -> list[str]:
                 except Exception as error:
                     if "is sharded and its values are not gathered" not in str(error):
                         faults.append(f"module {what} {after}: {type(error).__name__} {error}")
-            try:
-                engine.module.load_state_dict(plain.state_dict())
-                faults.append("load_state_dict: no error")
-            except RuntimeError:
-                pass
+            engine.module.load_state_dict(plain.state_dict())  # needs no values: test_edits
             if sum(p.numel() for p in engine.parameters()) != sum(p.numel() for p in plain.parameters()):
                 faults.append("number of elements")
             engine.backward(engine(torch.ones(2, D)).sum())

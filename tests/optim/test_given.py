@@ -14,10 +14,10 @@ from tests.engine.versus_torch import STAGES, Where, check, difference, fresh, o
 from tests.optim.reference import CountingAdam, Net, lion, loss_of
 from tests.ranks import run_ranks
 from zeroengine.errors import CheckpointError, ConfigError
+from zeroengine.ops.lion import FusedLion as Lion
 from zeroengine.optim.build import named_groups, optimizer_factory, param_groups
 from zeroengine.optim.kinds import is_elementwise, steps_apart
 from zeroengine.optim.lamb import Lamb
-from zeroengine.optim.lion import Lion
 from zeroengine.optim.muon import MuonWithAdamW, split_groups
 
 
@@ -27,7 +27,7 @@ from zeroengine.optim.muon import MuonWithAdamW, split_groups
         ("LBFGS", {}, "closure"),
         ("SparseAdam", {}, "sparse gradients"),
         ("AdamV", {}, "did you mean 'Adam"),
-        ("Adam", {"bias_correction": False}, "always corrects"),
+        ("Adam", {"bias_correction": False, "torch_adam": True}, "always corrects"),
         ("Adam", {"lrr": 1.0}, "did you mean 'lr'"),
         ("SGD", {"lr": 0.1, "betas": [0.9, 0.99]}, "optimizer.params.betas is not a parameter of SGD"),
         ("Lion", {"use_triton": True}, "use_triton"),
@@ -44,7 +44,7 @@ def test_refused_by_name_with_the_reason(name: str, params: dict[str, Any], told
 @pytest.mark.parametrize("values", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])
 @pytest.mark.parametrize("cls", [Lion, Lamb])
 def test_values_out_of_range(cls: Any, values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=cls.__name__):
+    with pytest.raises((ValueError, ConfigError), match="|".join(values)):
         cls([nn.Parameter(torch.ones(2))], **values)
 
 

@@ -25,6 +25,8 @@ class Verdict:
     beats: tuple[int, ...] = ()
     # of `dead`: the ranks ended because they had found a divergence, which is then the cause here as well
     diverged: bool = False
+    # of `dead`: a rank that is named has not said how it ended, as far as was read
+    unsaid: bool = False
 
     def confirms(self, earlier: Verdict | None) -> bool:
         return (
@@ -132,7 +134,8 @@ class Diagnosis:
         if len(first) > 4:
             text += f"; and {name_ranks([p.rank for p in first[4:]])}"
         diverged = all(p.status is not None and p.status.diverged for p in first)
-        return Verdict("dead", text, tuple(p.rank for p in first), diverged=diverged)
+        unsaid = any(p.status is None or p.status.state == "running" for p in first)
+        return Verdict("dead", text, tuple(p.rank for p in first), diverged=diverged, unsaid=unsaid)
 
     def how_it_ended(self, view: PeerView) -> str:
         status, process = view.status, view.process(self.machine)

@@ -14,6 +14,8 @@ from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.health import process_monitor
 from zeroengine.comm.lane import Lane
 from zeroengine.comm.local import LocalCommunicator
+from zeroengine.comm.shared import SharedTransport
+from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.comm.torch_calls import OWN_GROUPS
 from zeroengine.comm.torch_comm import TorchCommunicator
 from zeroengine.comm.watch import HealthWatch
@@ -27,9 +29,10 @@ _GRACE_SECONDS = 60.0  # torch's own timeout comes after ours, whose message nam
 class Fabric:
     """Communicators over the default process group (`init_distributed` first).
 
-    `device` is where the data lives: CPU tensors travel over Gloo, CUDA tensors over NCCL. `timeout` is the number of
-    seconds in which a dead, stopped or diverged rank becomes an error; `stall_timeout` how long a rank may be busy in
-    user code before it counts as lost.
+    `device` is where the data lives: CPU tensors travel through shared memory where all ranks of a communicator can share it
+    (one host, and the native library; ZE_COMM=gloo forbids it) and over Gloo elsewhere, CUDA tensors over NCCL. `timeout`
+    is the number of seconds in which a dead, stopped or diverged rank becomes an error; `stall_timeout` how long a rank may
+    be busy in user code before it counts as lost.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Fabric:
         self.stall_timeout = stall_timeout
         self.simulated = dist.get_backend() == "fake"
         self._made: list[AnyCommunicator] = []
+        self._memory = SharedMemory(self.world_size)
         self._watch: HealthWatch | None = None
         if self.world_size > 1 and not self.simulated:
             self._watch = HealthWatch(process_monitor(min(1.0, timeout / 10)), timeout, stall_timeout)
@@ -65,7 +69,8 @@ class Fabric:
         elif self.simulated:
             made = TorchCommunicator(name, self._new_group(name, members, "fake"), members, None, simulate=True)
         elif control or self.device.type == "cpu":
-            made = TorchCommunicator(name, self._watched_group(name, members), members, self._watch)
+            group, shared = self._watched_group(name, members)
+            made = TorchCommunicator(name, group, members, self._watch, shared=shared)
         else:
             backend = dist.get_default_backend_for_device(self.device)
             made = DirectCommunicator(name, self._new_group(name, members, backend), members)
@@ -74,8 +79,17 @@ class Fabric:
 
     def close(self) -> None:
         """Closes every communicator that is still open. Collective."""
+        stuck = False
         while self._made:
-            self._made.pop().close()
+            made = self._made.pop()
+            made.close()
+            stuck = stuck or getattr(made, "stuck", False)
+        if not stuck:  # a thread that still reads the peers' memory keeps it mapped
+            self._memory.close()
+
+    def shared_bytes(self) -> int:
+        """Bytes of memory shared with peers that this rank holds: buffers, those kept for reuse, and staging areas."""
+        return self._memory.bytes()
 
     def _check(self, name: str, members: tuple[int, ...]) -> None:
         if self.rank not in members:
@@ -87,16 +101,23 @@ class Fabric:
         if any(made.name == name for made in self._made):
             raise ValueError(f"communicator {name!r} exists; streams of one fabric need different names")
 
-    def _watched_group(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+    def _watched_group(
+        self, name: str, members: tuple[int, ...]
+    ) -> tuple[dist.ProcessGroup, SharedTransport | None]:
         """Connecting waits for every member: in a lane, so that one that never comes is named."""
         if self._watch is None:
             raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")
-        found: list[dist.ProcessGroup] = []
+        found: list[tuple[dist.ProcessGroup, SharedTransport | None]] = []
         peers = tuple(r for r in members if r != self.rank)
         lane = Lane(f"creation of {name}", peers, self._watch, None)
         mark = Fingerprint("new_group", name, 0, torch.uint8)
+
+        def make() -> None:
+            group = self._new_group(name, members, "gloo")
+            found.append((group, self._memory.transport(name, group, members, members.index(self.rank))))
+
         try:
-            lane.submit(mark, lambda: found.append(self._new_group(name, members, "gloo"))).wait()
+            lane.submit(mark, make).wait()
         finally:
             lane.close(0.0)
         return found[0]

@@ -62,6 +62,7 @@ class Monitor:
         self._end: tuple[str, str, bool] | None = None  # state, error, secondary
         self._diverged = False  # that error is a divergence that this rank found
         self._answered = time.monotonic()  # when the store last answered
+        self._reads = 0  # completed looks at the store
         self._store_closed = False
         pid = os.getpid()
         self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
@@ -155,6 +156,14 @@ class Monitor:
             since = max(self._known_since[rank], known[1] if known else 0.0)
         return PeerView(rank, known[0] if known else None, now - since)
 
+    def read_again(self, bound: float) -> None:
+        """Returns when heartbeats have been read by a look at the store that began after this call, `bound` seconds at most."""
+        deadline = time.monotonic() + bound
+        wanted = self._reads + 2  # one may be under way
+        while self._reads < wanted and self._end is None and time.monotonic() < deadline:
+            self._wake.set()
+            time.sleep(0.005)
+
     def restart_clocks(self) -> None:
         """Forgets how long others were silent: this process itself was stopped, and everyone may have been."""
         now = time.monotonic()
@@ -175,6 +184,7 @@ class Monitor:
             try:
                 self._write()
                 self._read()
+                self._reads += 1
                 self._answered = time.monotonic()
             except dist.DistNetworkError as error:
                 self._store_closed = True

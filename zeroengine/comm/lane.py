@@ -76,11 +76,17 @@ class Lane:
     """Operations of one stream, run one after another by a daemon thread.
 
     `key` names the stream alike on every rank that takes part; `peers` are the other ranks (global) whose operations
-    meet ours. An error poisons the lane: every later operation fails with the same error.
+    meet ours. An error poisons the lane: every later operation fails with the same error, and `interrupt` asks the
+    transport to give up the one that runs.
     """
 
     def __init__(
-        self, key: str, peers: Sequence[int], watch: Watch, verify: Callable[[Operation], None] | None
+        self,
+        key: str,
+        peers: Sequence[int],
+        watch: Watch,
+        verify: Callable[[Operation], None] | None,
+        interrupt: Callable[[], None] | None = None,
     ) -> None:
         self.key = key
         self.peers = peers
@@ -91,6 +97,7 @@ class Lane:
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._verify = verify
+        self._interrupt = interrupt
         self._busy = False
         self._thread = threading.Thread(target=self._work, name=f"zeroengine {key}", daemon=True)
         watch.watch(self)
@@ -117,6 +124,8 @@ class Lane:
             pending, self._pending = self._pending, {}
         for operation in pending.values():
             operation.finish(self.error)
+        if self._interrupt is not None:
+            self._interrupt()
 
     def running(self) -> bool:
         return self._thread.is_alive()
@@ -131,7 +140,7 @@ class Lane:
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
         if not self.running():
-            self._verify = None  # it holds the process group
+            self._verify = self._interrupt = None  # they hold the process group
         if self.error is None:
             self.error = RuntimeError(f"communicator {self.key!r} is closed")
             if not self.busy():  # one that is stuck in the transport still counts when the process ends
@@ -154,6 +163,9 @@ class Lane:
             operation.execute()
         except Exception as error:  # handed to whoever waits
             self._busy = False
+            if self.error is not None:  # given up because of an error that is known already
+                operation.finish(self.error)
+                return
             self.poison(self.watch.explain(self, operation.describe(), error))
             return
         self._busy = False

@@ -15,10 +15,12 @@ from zeroengine.comm.lane import Lane, Watch
 from zeroengine.comm.local import Finished
 from zeroengine.comm.pairwise import PairLanes
 from zeroengine.comm.protocol import ReduceOp, Traffic, Work
+from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.transport import SimulatedTransport, Transport
 from zeroengine.comm.verify import HeaderCheck
 
 _CLOSE_SECONDS = 5.0
+_INTERRUPT_SECONDS = 2.0
 
 
 class TorchCommunicator:
@@ -27,29 +29,45 @@ class TorchCommunicator:
     Before an operation moves data, ranks compare its fingerprint (one small all-gather): Gloo ends the process when
     sizes differ, and mixes weights without a word when only the order does. `watch` notices ranks that never arrive.
 
-    With `simulate` (torch's `fake` backend) operations run at once in the caller, without threads and checks.
+    With `shared`, collectives go through memory that the ranks share, and the comparison rides on their first meeting;
+    `group` then carries sends and receives. With `simulate` (torch's `fake` backend) operations run at once in the caller,
+    without threads and checks.
     """
 
     def __init__(
-        self, name: str, group: dist.ProcessGroup, ranks: Sequence[int], watch: Watch | None, *, simulate: bool = False
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        watch: Watch | None,
+        *,
+        simulate: bool = False,
+        shared: SharedTransport | None = None,
     ):
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = dist.get_group_rank(group, dist.get_rank())
         self.size = len(self.ranks)
         self.traffic = Traffic()
+        self.stuck = False  # closed, but a thread is still inside an operation that nothing can end
         self._group: dist.ProcessGroup | None = group
-        self._transport = (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
+        self._transport: Transport | SharedTransport
+        self._transport = shared or (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
         if watch is not None:
             peers = tuple(r for r in self.ranks if r != self.ranks[self.rank])
-            check = HeaderCheck(name, group, self.ranks, self.rank)
-            self._lane = Lane(name, peers, watch, check.verify)
+            check = shared or HeaderCheck(name, group, self.ranks, self.rank)
+            self._lane = Lane(name, peers, watch, check.verify, self._transport.interrupt)
             self._pairs = PairLanes(name, group, self.ranks, self.rank, watch)
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
+        return self._transport.empty(numel, like)
+
+    @property
+    def moves_over(self) -> str:
+        """What carries the collectives: "Gloo" or "shared memory"."""
+        return self._transport.kind
 
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)
@@ -129,24 +147,26 @@ class TorchCommunicator:
 
     def barrier(self, subject: str) -> None:
         self.traffic.count("barrier", 0)
-        # the comparison of fingerprints is itself a barrier
+        # the comparison of fingerprints, or the meeting that ends an operation without data, is itself a barrier
         self._issue(Fingerprint("barrier", subject, 0, torch.uint8), _nothing).wait()
 
     def pool_bytes(self) -> int:
         """Bytes of receive buffers held between operations."""
-        return self._transport.scratch.bytes()
+        return self._transport.pool_bytes()
 
     def close(self) -> None:
         if self._group is None:
             return
-        stuck = False
         if self._lane is not None and self._pairs is not None:
             self._lane.close(_CLOSE_SECONDS)
+            if self._lane.running():  # its peers do not come
+                self._transport.interrupt()
+                self._lane.close(_INTERRUPT_SECONDS)
             self._pairs.close(_CLOSE_SECONDS)
-            stuck = self._lane.running() or self._pairs.running()
+            self.stuck = self._lane.running() or self._pairs.running()
         self._transport.scratch.clear()
         group, self._group = self._group, None
-        if not stuck:  # a thread that still uses the group keeps it
+        if not self.stuck:  # a thread that still uses the group keeps it
             # The last references go here: Gloo's threads and sockets end now and in this thread, not when and where the
             # garbage collector comes upon an engine that was destroyed.
             self._pairs = None
@@ -156,10 +176,14 @@ class TorchCommunicator:
     def _issue(self, mark: Fingerprint, run: Callable[[], None], *tensors: Tensor) -> Work:
         self._check_usable(mark.subject, *tensors)
         if self._lane is not None:
-            return self._lane.submit(mark, run)
+            return self._lane.submit(mark, partial(self._complete, run))
         with torch.inference_mode():
             run()
         return Finished()
+
+    def _complete(self, run: Callable[[], None]) -> None:
+        run()
+        self._transport.finish()
 
     def _uneven(
         self, output: Tensor, input: Tensor, receives: tuple[int, ...], sends: tuple[int, ...], mark: Fingerprint

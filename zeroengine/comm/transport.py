@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,29 +22,24 @@ SMALL_ALL_REDUCE = 64 * 1024
 """Bytes of all ranks' contributions up to which an all-reduce is one all-gather (latency) and not two exchanges."""
 
 
-class Transport:
-    """Collectives of one process group. Not thread-safe: one operation at a time."""
+class FixedOrder:
+    """Reductions made of a transport's own movements: an exchange of rows and additions here, in fixed order."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
-        self.group = group
-        self.ranks = ranks
-        self.rank = rank
-        self.size = len(ranks)
-        self.scratch = Scratch()
-
-    def forget_group(self) -> None:
-        """Ends the transport: the group is let go of, so that it can be destroyed."""
-        del self.group
+    rank: int
+    size: int
+    scratch: Scratch
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        if full.numel():
-            all_gather_single(as_bytes(full), as_bytes(shard), group=self.group)
+        raise NotImplementedError(f"{type(self).__name__} must say how it gathers")
+
+    def exchange_rows(self, full: Tensor) -> Tensor:
+        """[N, S]: row i is rank i's contribution to this rank's slice of `full`."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it exchanges rows")
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> None:
         if not full.numel():
             return
-        rows = self._exchange_rows(full)
-        out = shard.view(-1)
+        rows, out = self.exchange_rows(full), shard.view(-1)
         if full.dtype != shard.dtype:
             half = self.scratch.take("wide", (self.size + 1) // 2 * out.numel(), shard.dtype, full.device)
             rows = wide_rows(rows, shard.dtype, half)
@@ -64,10 +60,43 @@ class Transport:
             padded[: data.numel()].copy_(data)
             padded[data.numel() :].zero_()
         own = padded[self.rank * share : (self.rank + 1) * share]
-        reduce_rows(self._exchange_rows(padded), op, own, scale=scale)
+        reduce_rows(self.exchange_rows(padded), op, own, scale=scale)
         self.all_gather(padded, own)
         if padded is not data:
             data.copy_(padded[: data.numel()])
+
+
+class Transport(FixedOrder):
+    """Collectives of one process group. Not thread-safe: one operation at a time."""
+
+    kind = "Gloo"
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.scratch = Scratch()
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def pool_bytes(self) -> int:
+        return self.scratch.bytes()
+
+    def interrupt(self) -> None:
+        """Gloo has no way to give an operation up."""
+
+    def finish(self) -> None:
+        """Called after every operation."""
+
+    def forget_group(self) -> None:
+        """Ends the transport: the group is let go of, so that it can be destroyed."""
+        del self.group
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        if full.numel():
+            all_gather_single(as_bytes(full), as_bytes(shard), group=self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         if tensor.numel():
@@ -90,8 +119,7 @@ class Transport:
             group=self.group,
         )
 
-    def _exchange_rows(self, full: Tensor) -> Tensor:
-        """[N, S]: row i is rank i's contribution to this rank's slice of `full`."""
+    def exchange_rows(self, full: Tensor) -> Tensor:
         received = self.scratch.take("receive", full.numel(), full.dtype, full.device)
         all_to_all_single(as_bytes(received), as_bytes(full), group=self.group)
         return received.view(self.size, -1)

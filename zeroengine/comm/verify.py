@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
 from zeroengine.comm.lane import Operation
+from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.torch_names import all_gather_single
 from zeroengine.comm.transport import Transport
 
@@ -45,7 +46,11 @@ class HeaderCheck:
 
     @staticmethod
     def verify_splits(
-        transport: Transport, name: str, receives: Sequence[int], sends: Sequence[int], mark: Fingerprint
+        transport: Transport | SharedTransport,
+        name: str,
+        receives: Sequence[int],
+        sends: Sequence[int],
+        mark: Fingerprint,
     ) -> None:
         """Every pair of ranks must agree on the size of its block of an uneven all_to_all."""
         size, me = transport.size, transport.rank

@@ -118,7 +118,11 @@ class HealthWatch:
                 text = f"{ended} (the job's store, which it keeps, does not answer)"
                 return Verdict("dead", text, (host.rank,))
         stale = self._stale if silent == 0 else float("inf")  # no news from a silent store says nothing about a peer
-        return Diagnosis(m.rank, wait, m.issued(), m.view, m.machine, stale).verdict()
+        verdict = Diagnosis(m.rank, wait, m.issued(), m.view, m.machine, stale).verdict()
+        if verdict.unsaid and silent == 0:
+            m.read_again(self._first)  # its last words may be newer than what was read before it went
+            verdict = Diagnosis(m.rank, wait, m.issued(), m.view, m.machine, stale).verdict()
+        return verdict
 
     def _wait_of(self, operation: Operation) -> Wait:
         head = operation.lane.head() or operation

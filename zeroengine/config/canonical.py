@@ -93,8 +93,11 @@ class _Reader:
         if row.open and isinstance(value, dict):
             for name, child in value.items():
                 below = self._table.get(f"{row.path}.{name}")
-                if below is not None and below.kind is Kind.REFUSED:
-                    self._judge(below, child)
+                if below is None or below.kind is Kind.HONOURED:
+                    continue
+                self._result.written[below.path] = (*here, name)
+                self._judge(below, child)
+                kept[row.name].pop(name)  # nobody below knows it
 
     def _judge(self, row: KeySpec, value: Any) -> None:
         if row.kind is Kind.HONOURED or value == AUTO or not row.asks(value):

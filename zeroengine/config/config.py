@@ -30,7 +30,7 @@ from zeroengine.config.sections import (
     TorchAutocastSection,
 )
 from zeroengine.config.source import read
-from zeroengine.config.spec import Section, key
+from zeroengine.config.spec import Section, ignored, key
 from zeroengine.config.values import (
     Count,
     DtypeName,
@@ -69,8 +69,8 @@ class Config(Section):
     seed: Count | None = key(None, "Seed of the engine's own random choices. Null: torch's seed.", ours=True)
     strict: Flag = key(True, "False turns unknown keys into a warning.", ours=True)
 
-    zero_allow_untested_optimizer: Flag = key(
-        False, "Accepted, and not needed: an optimizer that is not known to be element-wise gets whole parameters."
+    zero_allow_untested_optimizer: Flag = ignored(
+        False, "Allow optimizers of other classes.", "an optimizer that is not known to be element-wise gets whole parameters"
     )
     optimizer: OptimizerSection | None = key(None, "The optimizer. Null: given in code.")
     scheduler: SchedulerSection | None = key(None, "The learning-rate schedule. Null: given in code, or none.")
@@ -177,7 +177,8 @@ class Examined:
     """All that reading a configuration brought to light."""
 
     origin: str
-    written: dict[str, Any]
+    as_given: dict[str, Any]  # "auto" where the user wrote it
+    written: dict[str, Any]  # "auto" filled
     read: Canonical
     config: Config | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -207,9 +208,10 @@ def examine(source: str | os.PathLike[str] | Mapping[str, Any], facts: Mapping[s
     """Reads and checks without raising for what is in the configuration (only if it cannot be read at all)."""
     origin = read(source)
     table = Config.keys()
+    as_given = copy.deepcopy(origin.values)
     result = canonical(origin.values, table)
     undetermined = fill(result, origin.values, table, facts)
-    examined = Examined(origin.origin, origin.values, result, problems=result.problems)
+    examined = Examined(origin.origin, as_given, origin.values, result, problems=result.problems)
     typed = {name: value for name, value in result.values.items() if name in Config.model_fields}
     try:
         examined.config = Config.model_validate(typed)

@@ -106,6 +106,8 @@ FOREIGN: tuple[Foreign, ...] = (
     _ignored("graph_harvesting", "CUDA graphs.", _SPEED),
     _ignored("sparse_gradients", "Sparse reduction of embedding gradients.", "the dense sum has the same values"),
     _ignored("disable_allgather", "Old switch.", "updated weights are always all-gathered"),
+    _ignored("disable_python_gc", "Switch off Python's garbage collector.", "affects speed only"),
+    _ignored("vocabulary_size", "Hint on the alignment of the vocabulary.", "affects speed only", asks=never),
     _ignored("log_level", "Level of the log.", "set the environment variable ZE_LOG_LEVEL", asks=present),
     _ignored(
         "zero_force_ds_cpu_optimizer", "Insist on one CPU optimizer for offload.",
@@ -155,6 +157,16 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
 )  # fmt: skip
 
+# Settings of models and training scripts that share the file in some projects (gpt-neox writes them with dashes).
+_SCRIPTS = "is a setting of a model or a training script, which the engine does not read; keep it in a file of its own"
+_OF_SCRIPTS = (
+    "attention_dropout", "bias_gelu_fusion", "checkpoint_activations", "checkpoint_factor", "checkpoint_num_layers",
+    "data_impl", "deepspeed_slurm", "distributed_backend", "eval_interval", "eval_iters", "hidden_dropout",
+    "hidden_size", "keep_last_n_checkpoints", "launcher", "log_interval", "lr_decay_iters", "lr_decay_style",
+    "max_position_embeddings", "no_weight_tying", "norm", "num_attention_heads", "num_layers", "pos_emb",
+    "scaled_upper_triang_masked_softmax_fusion", "seq_length", "split", "synchronize_each_layer", "train_iters",
+)  # fmt: skip
+
 # Keys that do not exist, by full path or name, and the key or the advice to give instead.
 RENAMED: dict[str, str] = {
     "max_grad_norm": "gradient_clipping",
@@ -173,6 +185,12 @@ RENAMED: dict[str, str] = {
     "fp16.fp16": "fp16.enabled",
     "fp16_scale_tolerance": "the dynamic loss scale has no tolerance, remove it",
     "monitor_config": "monitors are sections of the top level: `tensorboard`, `wandb`, `csv_monitor`, `comet`",
+    **{f"bf16.{name}": "bf16 has the range of fp32 and needs no loss scale; remove the key" for name in (
+        "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale",
+    )},
+    "logging": "its keys belong to the top level: `steps_per_print`, `wall_clock_breakdown`",
+    "disable_fused_adam": "the engine chooses the implementation of the optimizer, and the result is the same; remove it",
+    "zero_optimization.verbose": "the level of the log is the environment variable ZE_LOG_LEVEL; remove the key",
     "cuda_visible_devices": "set the environment variable CUDA_VISIBLE_DEVICES",
     "comms_config": "comms_logger",
     "zero": "zero_optimization",
@@ -184,6 +202,7 @@ RENAMED: dict[str, str] = {
     "stage3_param_persitance_threshold": "zero_optimization.stage3_param_persistence_threshold",
     "cpu_offload_params": "zero_optimization.offload_param",
     "warmup": "scheduler.params.warmup_num_steps",
+    **{name: f"it {_SCRIPTS}" for name in _OF_SCRIPTS},
 }
 
 # Booleans of `zero_optimization` that stand for a section.
@@ -191,6 +210,13 @@ OLD_FORMS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_p
 
 # Parameters that optimizers and schedules commonly take: known for finding misplaced keys and for the documentation.
 OPTIMIZER_PARAMS = ("lr", "betas", "eps", "weight_decay", "momentum", "adam_w_mode", "torch_adam", "bias_correction")
+# Parameters that choose a kernel, and never reach the optimizer.
+OPTIMIZER_KERNELS = ("use_triton",)
+# Parameters of optimizers that are refused by name, see `names.py`.
+COMPRESSED_PARAMS = (
+    "freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+    "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper",
+)  # fmt: skip
 SCHEDULER_PARAMS = (
     "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_ratio",
     "cos_min_ratio", "last_batch_iteration", "lr_range_test_min_lr", "lr_range_test_step_size",

@@ -12,8 +12,16 @@ from pydantic import BeforeValidator, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from zeroengine.config.foreign import FOREIGN, OLD_FORMS, OPTIMIZER_PARAMS, RENAMED, SCHEDULER_PARAMS
-from zeroengine.config.spec import KeySpec, Kind, Mark, Section
+from zeroengine.config.foreign import (
+    COMPRESSED_PARAMS,
+    FOREIGN,
+    OLD_FORMS,
+    OPTIMIZER_KERNELS,
+    OPTIMIZER_PARAMS,
+    RENAMED,
+    SCHEDULER_PARAMS,
+)
+from zeroengine.config.spec import KeySpec, Kind, Mark, Section, other_than, switched_on
 from zeroengine.config.values import TYPE_WORDS, FrozenMap, show
 
 _COMMENT_KEY = re.compile(r"^(?:_|x-|//|#|\$)|^(?:comment|comments)$")
@@ -125,6 +133,16 @@ def _params() -> Iterator[KeySpec]:
     for section, names in (("optimizer", OPTIMIZER_PARAMS), ("scheduler", SCHEDULER_PARAMS)):
         for name in names:
             yield KeySpec(f"{section}.params.{name}", Kind.HONOURED, f"Given to the {section}.", "", "", open=True)
+    yield KeySpec(
+        "optimizer.params.fp32_optimizer_states", Kind.REFUSED, "Moments in fp32.",
+        reason="moments stay in fp32, and fewer bits change the result; remove the key", asks=other_than(True),
+    )  # fmt: skip
+    for name in OPTIMIZER_KERNELS:
+        why = "affects speed only, and is not given to the optimizer"
+        yield KeySpec(f"optimizer.params.{name}", Kind.IGNORED, "Choice of a kernel.", reason=why, asks=switched_on)
+    for name in COMPRESSED_PARAMS:
+        why = "only the 1-bit optimizers know it, which approximate gradients; remove it"
+        yield KeySpec(f"optimizer.params.{name}", Kind.REFUSED, "Of the 1-bit optimizers.", reason=why)
     yield KeySpec(
         "optimizer.params.max_grad_norm", Kind.REFUSED, "Clipping by the optimizer.", "",
         "", "clipping is done over all ranks by the engine: write `gradient_clipping` at the top level",

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from zeroengine.config.canonical import is_comment
 from zeroengine.config.config import Config, Examined, examine
+from zeroengine.config.differences import DIFFERENCES
+from zeroengine.config.foreign import OLD_FORMS
 from zeroengine.config.keys import KeyTable
 from zeroengine.config.spec import KeySpec, Kind
 
@@ -17,22 +19,33 @@ ReportKind = Literal["honoured", "ignored", "refused", "unknown", "invalid", "au
 
 @dataclass(frozen=True)
 class KeyReport:
-    """One key of a configuration: what it is set to and what becomes of it."""
+    """One key of a configuration: what it is set to and what becomes of it. `effective` is the value that the engine
+    reads (of honoured keys, if the configuration is accepted)."""
 
     path: str
     value: Any
     kind: ReportKind
     text: str
+    effective: Any = None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether this key makes the configuration an error."""
+        return self.kind in ("refused", "unknown", "invalid", "auto")
 
 
 def describe(
     source: str | os.PathLike[str] | Mapping[str, Any], facts: Mapping[str, Any] | None = None
 ) -> list[KeyReport]:
     """A report for every key in `source`, in its order. Raises `ConfigError` only if it cannot be read at all."""
-    examined = examine(source, facts or {})
+    return reports_of(examine(source, facts or {}))
+
+
+def reports_of(examined: Examined) -> list[KeyReport]:
+    """The same for what was read already."""
     table = Config.keys()
     reports: list[KeyReport] = []
-    _describe(examined.written, "", examined, table, reports)
+    _describe(examined.as_given, "", examined, table, reports)
     told = {report.path for report in reports}
     for problem in examined.problems:
         if problem.path not in told:
@@ -54,14 +67,43 @@ def _describe(
             reports.append(KeyReport(path, value, "ignored", ignored[path].reason))
         elif is_comment(name):
             reports.append(KeyReport(path, value, "comment", "not read"))
+        elif row is None and _in_open(path, table):
+            text = "given on as it is"
+            reports.append(KeyReport(path, value, "honoured", text, _value_at(path, examined)))
         elif row is None:
             reports.append(KeyReport(path, value, "unknown", table.advice(path)))
-        elif isinstance(value, Mapping) and not row.open:
+        elif isinstance(value, Mapping) and value and (not row.open or row.kind is Kind.HONOURED):
             _describe(value, path + ".", examined, table, reports)
         elif row.kind is Kind.HONOURED:
-            reports.append(KeyReport(path, value, "honoured", row.meaning))
+            reports.append(KeyReport(path, value, "honoured", row.meaning, _effective(row, examined)))
         else:
             reports.append(KeyReport(path, value, "ignored", "asks for nothing here"))
+
+
+def _effective(row: KeySpec, examined: Examined) -> Any:
+    """What the engine reads for a key; None if the configuration is refused."""
+    return _value_at(_home(row.path), examined)
+
+
+def _in_open(path: str, table: KeyTable) -> bool:
+    """Whether `path` lies directly in a section that takes any key (`optimizer.params`)."""
+    row = table.get(path.rpartition(".")[0])
+    return row is not None and row.open
+
+
+def _value_at(path: str, examined: Examined) -> Any:
+    found: Any = examined.config
+    for name in path.split("."):
+        if found is None:
+            return None
+        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+    return found
+
+
+def _home(path: str) -> str:
+    """Where the value of an old form is found."""
+    section, _, name = path.rpartition(".")
+    return f"{section}.{OLD_FORMS[name]}.device" if section == "zero_optimization" and name in OLD_FORMS else path
 
 
 def _by_location(path: str, examined: Examined, table: KeyTable) -> KeySpec | None:
@@ -98,6 +140,10 @@ def markdown(table: KeyTable) -> str:
     for row in table.values():
         if not row.parent and row.kind is not Kind.HONOURED:
             lines.append(f"| `{row.path}` | {row.kind.value} | {row.meaning} | {row.reason} |")
+    lines += ["", "## Where an absent key means something else than in DeepSpeed 0.19.8", ""]
+    lines += ["| key | here | DeepSpeed 0.19.8 | why |", "|---|---|---|---|"]
+    lines += [f"| `{d.path}` | {d.here} | {d.deepspeed} | {d.why} |" for d in DIFFERENCES]
+    lines += ["", "A file can be examined without running it: `zerorun config check FILE` says what each key does."]
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, model_validator
 
 from zeroengine.config.names import optimizer_name, schedule_name
-from zeroengine.config.spec import Section, ignored, key, refused
+from zeroengine.config.spec import Section, ignored, key, never, present, refused
 from zeroengine.config.values import (
     Count,
     DtypeName,
@@ -55,7 +55,7 @@ class Fp16Section(Section):
     """fp16 weights with fp32 masters, and the loss scale that fp16 gradients need."""
 
     enabled: Flag = key(False, "Train in fp16.")
-    auto_cast: Flag = key(False, "Cast floating-point inputs of the model to fp16.")
+    auto_cast: Flag = ignored(False, "Cast inputs of the model to fp16.", "fp32 inputs are always cast", asks=never)
     loss_scale: NonNegativeReal = key(0.0, "Fixed loss scale; 0 scales dynamically.")
     initial_scale_power: Count = key(16, "A dynamic scale starts at 2 to this power.")
     loss_scale_window: PositiveInteger = key(1000, "Steps without overflow after which the scale is doubled.")
@@ -79,6 +79,9 @@ class Bf16Section(Section):
     bf16_optimizer_states: Flag = refused(False, "Moments in bf16.", _MASTERS)
 
 
+_NO_REGION = "the engine does not enter autocast by itself"
+
+
 class TorchAutocastSection(Section):
     """`torch.autocast` around the forward."""
 
@@ -86,8 +89,10 @@ class TorchAutocastSection(Section):
         False, "Run the forward under `torch.autocast`.",
         "the engine does not enter autocast by itself; wrap the forward in `torch.autocast`, or use `bf16` or `fp16`",
     )  # fmt: skip
-    dtype: DtypeName = key("bf16", "Type of the autocast region.")
-    lower_precision_safe_modules: Strings | None = key(None, "Modules that run in the lower type.")
+    dtype: DtypeName = ignored("bf16", "Type of the autocast region.", _NO_REGION, asks=never)
+    lower_precision_safe_modules: Strings | None = ignored(
+        None, "Modules that run in the lower type.", _NO_REGION, asks=never
+    )
 
 
 class DataTypesSection(Section):
@@ -100,6 +105,11 @@ class DataTypesSection(Section):
     buffer_dtype: DtypeName | None = refused(
         None, "Type of the buffers.", "buffers keep the type in which the model made them; cast them in the model"
     )
+    keep_in_fp32_modules: Strings | None = refused(
+        None, "Names of modules whose buffers stay in fp32.",
+        "floating-point buffers follow the weights, except rotary frequencies; keep such a module's buffers in fp32 in "
+        "the model's own code, and remove the key", present,
+    )  # fmt: skip
 
 
 class ActivationCheckpointingSection(Section):
@@ -127,7 +137,7 @@ class CheckpointSection(Section):
     load_universal: Flag = ignored(
         False, "Load a converted checkpoint.", "every checkpoint loads on any number of ranks without conversion"
     )
-    use_node_local_storage: Flag = key(False, "Each node writes the files of its own ranks.")
+    use_node_local_storage: Flag = key(False, "Save to storage of the node; only where all ranks run on one host.")
     parallel_write: ParallelWriteSection = key(None, "Parallel writing.", factory=ParallelWriteSection)
 
 
@@ -173,6 +183,6 @@ class TensorParallelSection(Section):
     tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")
     keep_module_on_host: Flag = ignored(False, "Split on the host.", "affects start-up memory only")
     replace_with_kernel_inject: Flag = ignored(False, "Inject kernels.", "affects speed only", "kernel_inject")
-    partition_config: Params | None = refused(None, "Plan of the split.", _PLAN)
+    partition_config: Params | None = refused(None, "Plan of the split.", _PLAN, open_below=True)
     preset_model: Text | None = refused(None, "Named plan of the split.", _PLAN)
     injection_policy_tuple: Strings | None = refused(None, "Old form of a plan.", _PLAN)

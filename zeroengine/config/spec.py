@@ -128,16 +128,20 @@ def key(
 
 
 def ignored(
-    default: Any, meaning: str, reason: str, *spellings: str, asks: Callable[[Any], bool] | None = None
+    default: Any, meaning: str, reason: str, *spellings: str, asks: Callable[[Any], bool] | None = None,
+    open_below: bool = False,
 ) -> Any:
     """A field whose value cannot change the result and has no effect here. Its default is passed over silently."""
-    mark = Mark(Kind.IGNORED, reason, asks or other_than(default), spellings=spellings)
+    mark = Mark(Kind.IGNORED, reason, asks or other_than(default), spellings=spellings, open=open_below)
     return _field(default, meaning, mark, None)
 
 
-def refused(default: Any, meaning: str, reason: str, asks: Callable[[Any], bool] | None = None) -> Any:
+def refused(
+    default: Any, meaning: str, reason: str, asks: Callable[[Any], bool] | None = None, *, open_below: bool = False
+) -> Any:
     """A field which, switched on, would change the result. Its default is accepted."""
-    return _field(default, meaning, Mark(Kind.REFUSED, reason, asks or other_than(default, None)), None)
+    mark = Mark(Kind.REFUSED, reason, asks or other_than(default, None), open=open_below)
+    return _field(default, meaning, mark, None)
 
 
 def _field(default: Any, meaning: str, mark: Mark, factory: Any) -> Any:

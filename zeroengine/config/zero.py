@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import PlainValidator
 
-from zeroengine.config.spec import Section, ignored, key, never, present, refused
+from zeroengine.config.spec import Section, ignored, key, never, other_than, present, refused
 from zeroengine.config.values import Count, Flag, Fraction, Params, PositiveInteger, Text, _integer, choice
 
 Device = Annotated[Literal["none", "cpu", "nvme"], choice("none", "cpu", "nvme")]
 _ONE_BUCKET = "the bucket is the unit of communication here, see `zero_optimization.bucket_size`"
 _REARRANGED = "the mechanism here has no such step"
+_STAYS = "states stay on the device that computes, so there is nothing to move"
 _QUANTIZED = "values sent in fewer bits change the result, and the engine sends them exactly; remove the key"
 
 
@@ -45,12 +46,12 @@ class OffloadOptimizer(Section):
     """Where the optimizer state and the fp32 masters live between steps."""
 
     device: Device = key("none", "`none`, `cpu` or `nvme`.")
-    nvme_path: Text | None = key(None, "Directory of the swap files, for device `nvme`.")
-    pin_memory: Flag = key(True, "Page-locked host buffers, where the accelerator gains from them.")
-    buffer_count: Count = key(4, "Buffers of the swap pool, for device `nvme`.")
-    pipeline_read: Flag = key(False, "Read the next part while one is updated, for device `nvme`.")
-    pipeline_write: Flag = key(False, "Write a part back while the next is updated, for device `nvme`.")
-    ratio: Fraction = key(1.0, "Share of the optimizer state that is moved off the accelerator.")
+    nvme_path: Text | None = ignored(None, "Directory of the swap files, for device `nvme`.", _STAYS, asks=never)
+    pin_memory: Flag = ignored(True, "Page-locked host buffers, where the accelerator gains from them.", _STAYS, asks=never)
+    buffer_count: Count = ignored(4, "Buffers of the swap pool, for device `nvme`.", _STAYS, asks=never)
+    pipeline_read: Flag = ignored(False, "Read the next part while one is updated, for device `nvme`.", _STAYS, asks=never)
+    pipeline_write: Flag = ignored(False, "Write a part back while the next is updated, for device `nvme`.", _STAYS, asks=never)
+    ratio: Fraction = ignored(1.0, "Share of the optimizer state that is moved off the accelerator.", _STAYS, asks=never)
     fast_init: Flag = ignored(False, "Faster first write to nvme.", "affects the start-up time only")
     super_offload: Flag = ignored(False, "Overlapped update on the host.", "affects speed only")
     cpuadam_cores_perc: Fraction = ignored(0.8, "Share of the cores for `super_offload`.", "affects speed only")
@@ -60,11 +61,11 @@ class OffloadParam(Section):
     """Where stage 3 parameter shards live between uses."""
 
     device: Device = key("none", "`none`, `cpu` or `nvme`.")
-    nvme_path: Text | None = key(None, "Directory of the swap files, for device `nvme`.")
-    pin_memory: Flag = key(True, "Page-locked host buffers, where the accelerator gains from them.")
-    buffer_count: Count = key(5, "Buffers of the swap pool, for device `nvme`.")
-    buffer_size: Count = key(10**8, "Elements of a buffer of the swap pool, for device `nvme`.")
-    max_in_cpu: Count = key(10**9, "Elements kept in host memory, for device `nvme`.")
+    nvme_path: Text | None = ignored(None, "Directory of the swap files, for device `nvme`.", _STAYS, asks=never)
+    pin_memory: Flag = ignored(True, "Page-locked host buffers, where the accelerator gains from them.", _STAYS, asks=never)
+    buffer_count: Count = ignored(5, "Buffers of the swap pool, for device `nvme`.", _STAYS, asks=never)
+    buffer_size: Count = ignored(10**8, "Elements of a buffer of the swap pool, for device `nvme`.", _STAYS, asks=never)
+    max_in_cpu: Count = ignored(10**9, "Elements kept in host memory, for device `nvme`.", _STAYS, asks=never)
 
 
 class ZeroSection(Section):
@@ -77,7 +78,10 @@ class ZeroSection(Section):
         None, "Elements of a bucket; null lets the engine choose, at most `reduce_bucket_size`.", ours=True
     )
     reduce_bucket_size: PositiveInteger = key(5 * 10**8, "Upper bound on the elements of a bucket.")
-    overlap_comm: Flag | None = key(None, "Communicate while computing. Null: the engine decides.")
+    overlap_comm: Flag | None = ignored(
+        None, "Communicate while computing.", "communication always overlaps where it can; the result is the same",
+        asks=other_than(True, None),
+    )  # fmt: skip
     round_robin_gradients: Flag = ignored(False, "Spread gradient copies over ranks.", _REARRANGED)
     ignore_unused_parameters: Flag = key(
         True, "Parameters without a gradient are allowed; false makes one an error at the step."
@@ -103,9 +107,10 @@ class ZeroSection(Section):
         "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
     )  # fmt: skip
 
-    zero_hpz_partition_size: Annotated[int, PlainValidator(_hpz)] = key(
-        1, "Ranks of the secondary, intra-node group that parameters are gathered from in backward (hpZ); 1 is off."
-    )
+    zero_hpz_partition_size: Annotated[int, PlainValidator(_hpz)] = ignored(
+        1, "Ranks of a secondary group that parameters are gathered from in backward (hpZ); 1 is off.",
+        "it affects speed only; `mics_shard_size` keeps all gathers inside a group", asks=other_than(0, 1),
+    )  # fmt: skip
     mics_shard_size: Annotated[int | None, PlainValidator(_mics)] = key(
         None, "Ranks that share one copy of the sharded state (hybrid sharding); null or -1: all."
     )
@@ -146,9 +151,11 @@ class ZeroSection(Section):
     override_module_apply: Flag = ignored(True, "Gather in `Module.apply`.", "`Module.apply` works on gathered values")
     log_trace_cache_warnings: Flag = ignored(False, "Log prefetch surprises.", "affects logging only")
     enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked")
+    compute_grad_norm: Flag = ignored(True, "Compute the gradient norm.", "the norm is always known after a step")
+    parameter_alignment: Flag = ignored(False, "Parameters start at aligned addresses.", "affects speed only")
     save_muon_momentum_buffer_in_memory: Flag = ignored(False, "Where Muon's momentum lives.", "affects memory only")
-    leaf_module: Params | None = ignored(
-        None, "Modules gathered as a whole.", "modules whose parts are chosen at run time need no marking here"
+    leaf_module: Params | None = key(
+        None, "Stage 3: modules gathered as one unit: `classes`, `names`, `name_suffixes`.", open_below=True
     )
     cpu_offload_use_pin_memory: Flag | None = ignored(
         None, "Old key that sets nothing.", "use `offload_optimizer.pin_memory`"
@@ -157,10 +164,10 @@ class ZeroSection(Section):
     zero_quantized_weights: Flag = refused(False, "Gather weights in int8 (qwZ).", _QUANTIZED)
     zero_quantized_nontrainable_weights: Flag = refused(False, "Gather frozen weights in int8.", _QUANTIZED)
     zero_quantized_gradients: Flag = refused(False, "Reduce gradients in int4/int8 (qgZ).", _QUANTIZED)
-    zeropp_loco_param: Params | None = refused(None, "Error feedback of qgZ.", _QUANTIZED, asks=present)
+    zeropp_loco_param: Params | None = refused(None, "Error feedback of qgZ.", _QUANTIZED, present, open_below=True)
     zenflow: Params | None = refused(
         None, "Updates unimportant gradients late (ZenFlow).",
-        "delayed updates change the result; remove the section", asks=present,
+        "delayed updates change the result; remove the section", asks=present, open_below=True,
     )  # fmt: skip
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import BackgroundSaver, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.checkpoint import BackgroundSaver, Ranks, find_checkpoint, find_foreign, load, read_index, save
 from zeroengine.engine import pieces as state
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
@@ -22,15 +23,18 @@ from zeroengine.logging import log_rank0
 from zeroengine.optim.schedules import apply_last_rates
 
 if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes
+    from zeroengine.config import BatchSizes, Config
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
+
+_SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # options that a schedule moves
 
 
 class CheckpointMethods:
     """Methods of `ZeroEngine` that save and load everything a run needs."""
 
     module: nn.Module
+    settings: Config
     mechanism: Mechanism
     mesh: Mesh
     batch: BatchSizes
@@ -40,6 +44,7 @@ class CheckpointMethods:
     global_samples: int
     micro_steps: int
     _background: BackgroundSaver | None = None
+    _data: Iterator[Any] | None
 
     def save_checkpoint(
         self,
@@ -63,14 +68,16 @@ class CheckpointMethods:
         self.wait_for_checkpoint()
         if self.mechanism.reducer.unfinished:
             log_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it", 30)
+        folder = Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}")
         optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
+        if optimizer is not None:
+            optimizer.follow_edits()
         tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen_parameters, share=share)
         if optimizer is not None:
             tensors.update(state.master_pieces(optimizer, share))
             tensors.update(state.optimizer_pieces(optimizer, share))
-        folder = Path(save_dir) / (tag or f"global_step{self.global_steps}")
-        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad] if exclude_frozen_parameters else []
-        values = {**self._counters(), "client_state": dict(client_state or {}), "excluded": frozen, **_about(self.module)}
+        tensors = self._pieces_to_save(tensors)
+        values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
         own = {"random": random_states(), "buffers": self._own_buffers()}
         if not blocking:
             if self._background is None:
@@ -90,6 +97,19 @@ class CheckpointMethods:
         background, self._background = self._background, None
         if background is not None:
             background.close()
+
+    def _agreed_tag(self, tag: str) -> str:
+        """The name under which all ranks save. Unlike ones are treated as `checkpoint.tag_validation` says; unless that is an
+        error, rank 0's counts. Collective."""
+        tags = Ranks.of_job().phase("agreeing on the checkpoint's tag", lambda: tag)
+        if len(set(tags)) > 1:
+            told = ", ".join(f"rank {r}: {t}" for r, t in enumerate(tags))
+            wanted = self.settings.checkpoint.tag_validation
+            if wanted == "Fail":
+                raise CheckpointError(f"the ranks save under different tags ({told}); give the same tag on every rank")
+            if wanted == "Warn":
+                log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
+        return tags[0]
 
     def load_checkpoint(
         self,
@@ -117,7 +137,9 @@ class CheckpointMethods:
         foreign = find_foreign(Path(load_dir), tag, **_world())
         if foreign is not None:
             with_state = self.mechanism.optimizer is not None and load_optimizer_states and not load_module_only
-            values, client = load_deepspeed(foreign, self.module, self.mechanism, load_module_strict, with_state, _world())
+            values, client = load_deepspeed(
+                foreign, self.module, self.mechanism, load_module_strict, with_state, self._saved_name
+            )
             if not load_module_only:
                 self._restore(values, with_state, load_lr_scheduler_states)
             return str(foreign), client
@@ -127,7 +149,7 @@ class CheckpointMethods:
             return None, {}
         index = read_index(found, **_world())
         optimizer = self.mechanism.optimizer
-        plan = plan_load(self.module, self.mechanism, index)
+        plan = plan_load(self.module, self.mechanism, index, self._saved_name)
         with_state = optimizer is not None and load_optimizer_states and not load_module_only
         moments: Pieces = {}
         made: list[nn.Parameter] = []
@@ -136,17 +158,19 @@ class CheckpointMethods:
             moments = state.optimizer_pieces(optimizer)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
-        verdict = Verdict(found, plan, index, self.module, load_module_strict, class_name(optimizer) if with_state else None)
-        options: dict[str, Any] = {"strict": False, "only": ["model.", *(["optim."] if with_state else [])], "check": verdict}
+        verdict = Verdict(found, index, load_module_strict, class_name(optimizer) if with_state else None)
+        options: dict[str, Any] = {"strict": False, "only": Verdict.KINDS, "optional": plan.optional, "check": verdict}
         try:
-            loaded = load(found, {**plan.wanted, **moments}, allow_pickle=allow_pickle, **options, **_world())
+            wanted = {**plan.wanted, **state.under_names(moments, self._saved_name)}
+            loaded = load(found, wanted, allow_pickle=allow_pickle, **options, **_world())
         except CheckpointError:
             for p in made:  # as if nobody had asked
                 optimizer.state.pop(p, None)  # type: ignore[union-attr]
             raise
         plan.finish(self.mechanism)
         if with_state and optimizer is not None:
-            state.fill_optimizer(optimizer, moments, verdict.without)
+            without = frozenset(p.name for _, p in optimizer.held() if self._saved_name(p.name) in verdict.without)
+            state.fill_optimizer(optimizer, moments, without)
         if not load_module_only:
             self._restore(loaded.replicated, with_state, load_lr_scheduler_states)
             if loaded.per_rank is not None:
@@ -167,6 +191,20 @@ class CheckpointMethods:
         rank0 = table[0].tolist()
         return {n: v for (n, _), v, mine, first in zip(named, values, sums, rank0, strict=True) if mine != first}
 
+    def _pieces_to_save(self, pieces: Pieces) -> Pieces:
+        """What this rank saves of what it holds, under the names of the checkpoint."""
+        return pieces
+
+    def _saved_name(self, name: str) -> str:
+        """The checkpoint's name of a parameter or buffer of this rank's module."""
+        return name
+
+    def _about(self, exclude_frozen: bool) -> dict[str, Any]:
+        """What turns a checkpoint into a model folder without the model: names of tied weights, names of what is left out, and
+        the configuration. Collective."""
+        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad] if exclude_frozen else []
+        return {"excluded": frozen, "other_names": state.other_names(self.module), "model_files": model_files(self.module)}
+
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer
         scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
@@ -180,7 +218,7 @@ class CheckpointMethods:
             "scheduler": scheduler,
             "param_groups": groups,
             "optimizer": class_name(optimizer),
-            "epoch": None if self.training_dataloader is None else self.training_dataloader.epoch,
+            "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
         }
 
     def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool) -> None:
@@ -191,23 +229,50 @@ class CheckpointMethods:
             optimizer.skipped_steps = values["skipped_steps"]
             if values["loss_scaler"]:
                 optimizer.scaler.load_state_dict(values["loss_scaler"])
-            if len(values["param_groups"]) == len(optimizer.param_groups):
-                for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
-                    group.update(saved)
+            _restore_groups(optimizer.param_groups, values["param_groups"])
+        if with_scheduler and hasattr(self.lr_scheduler, "load_state_dict"):
+            if values["scheduler"] is None:
+                log_rank0("the checkpoint has no scheduler: the schedule of the learning rate starts from its beginning", 30)
             else:
-                log_rank0("the checkpoint has another number of parameter groups; learning rates stay as configured", 30)
-        if with_scheduler and values["scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
-            self.lr_scheduler.load_state_dict(values["scheduler"])
-            if not with_state:
-                apply_last_rates(self.lr_scheduler)
-        if values["epoch"] is not None and self.training_dataloader is not None:
-            self.training_dataloader.epoch = values["epoch"]
+                self.lr_scheduler.load_state_dict(values["scheduler"])
+                if not with_state:
+                    apply_last_rates(self.lr_scheduler)
+        if self.training_dataloader is not None:
+            self._restore_data(self.training_dataloader, values)
+
+    def _restore_data(self, loader: EngineLoader, values: dict[str, Any]) -> None:
+        position = values.get("data")
+        if position is None:
+            position = {"epoch": max((values.get("epoch") or 0) - 1, 0), "samples": 0}
+            log_rank0(
+                "the checkpoint does not say where its data stood (it was saved without a loader of the engine's, or before "
+                f"positions were kept): the data go on with the first sample of epoch {position['epoch']}",
+                30,
+            )
+        loader.load_state_dict(position)
+        self._data = None  # `train_batch` goes on from there too
+
+
+def _restore_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Options of the optimizer are those of the checkpoint, as in torch; says where that is not what was configured."""
+    if len(saved) != len(groups):
+        log_rank0(
+            f"the checkpoint has {len(saved)} parameter groups and the optimizer {len(groups)}: learning rates and other options "
+            "stay as configured",
+            30,
+        )
+        return
+    for i, (group, options) in enumerate(zip(groups, saved, strict=True)):
+        known = {k: v for k, v in options.items() if k in group or k == "initial_lr"}
+        plain = {k: v for k, v in known.items() if isinstance(v, (bool, int, float, str)) and k not in _SCHEDULED}
+        changed = [f"{k} {group[k]} -> {v}" for k, v in plain.items() if group[k] != v]
+        if changed:
+            log_rank0(f"options of the optimizer (group {i}) become those of the checkpoint: {', '.join(changed)}")
+        unknown = [f"{k}={v}" for k, v in options.items() if k not in known and v not in (None, False)]
+        if unknown:
+            log_rank0(f"the optimizer has no options {', '.join(unknown)}, which the checkpoint has (group {i})")
+        group.update(known)
 
 
 def _world() -> dict[str, Any]:
     return {"process_group": None, "rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size()}
-
-
-def _about(module: nn.Module) -> dict[str, Any]:
-    """What turns a checkpoint into a model folder without the model: other names of tied weights, the configuration."""
-    return {"other_names": state.other_names(module), "model_files": model_files(module)}

@@ -16,9 +16,10 @@ from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_rank0, logger
+from zeroengine.logging import log_once, log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
 from zeroengine.zero.hooks import ModuleHook
@@ -63,7 +64,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self._owns_mesh = owns_mesh
         self._boundary: bool | None = None  # set by the user, else counted
         self._syncs = True
+        self._times = PhaseTimes(config.wall_clock_breakdown, self.device)
         self._last_loss: Tensor | None = None
+        self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
         self._destroyed = False
         self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
         self._prepare_backward()
@@ -79,7 +82,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        return self.module(*args, **kwargs)
+        with self._times.phase("forward"):
+            return self.module(*args, **kwargs)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
@@ -110,9 +114,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self._last_loss = loss.detach()
         reducer.scale = (1.0 / self.batch.accumulation if scale_wrt_gas else 1.0) / scale
         reducer.mark_backward()
+        reducer.guided = True
         try:
-            (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
+            with self._times.phase("backward"):
+                (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
         finally:
+            reducer.guided = False
             reducer.scale = 1.0 / self.batch.accumulation
         self.mechanism.sharder.end_backward()
         return loss
@@ -120,12 +127,18 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the last one of a step clips, updates, and moves the schedule on."""
         optimizer = self._need_optimizer("step")
+        if self.mechanism.reducer.plain and optimizer.scaler.scale != 1.0:
+            log_once(
+                f"loss.backward() was called under fp16: those gradients were not multiplied by the loss scale "
+                f"({optimizer.scaler.scale:g}), and small ones are lost in fp16; call engine.backward(loss) instead"
+            )
         if not self.is_gradient_accumulation_boundary():
             self.mechanism.reducer.next_micro_batch()
             self.micro_steps += 1
             self._prepare_backward()
             return
-        result = optimizer.step()
+        with self._times.phase("step"):
+            result = optimizer.step()
         self.micro_steps += 1
         self.global_steps += 1
         self.global_samples += self.batch.train
@@ -168,7 +181,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
     def _endless_data(self) -> Iterator[Any]:
         if self.training_dataloader is None:
             raise ValueError("train_batch needs an iterator: the engine was made without training_data")
-        if not hasattr(self, "_data"):
+        if self._data is None:
             loader = self.training_dataloader
 
             def forever() -> Iterator[Any]:
@@ -291,6 +304,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
                 f"step {self.global_steps}: lr {rates}, gradient norm {result.norm:.4g}, skipped {self.skipped_steps}"
                 + (f", loss scale {self.loss_scale:g}" if self.settings.fp16.enabled else "")
             )
+            if self.settings.wall_clock_breakdown:
+                spent = ", ".join(f"{name} {1000 * s / int(every):.1f} ms" for name, s in self._times.take().items())
+                log_rank0(f"step {self.global_steps}: {spent} a step")
+            if self.settings.memory_breakdown:
+                held = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in self.memory_report().items())
+                log_rank0(f"step {self.global_steps}: this rank holds {held}")
 
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if self._destroyed:

@@ -15,16 +15,19 @@ from torch.utils.data import Dataset
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
-from zeroengine.engine.data import EngineLoader
+from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
+from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.held import to_device
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -73,8 +76,14 @@ def initialize(
     init_distributed(distributed_port=distributed_port)
     device = local_device()
     _check_places(settings, device)
+    _check_folders(settings)
     owns_mesh = mesh is None
-    mesh = mesh if mesh is not None else _mesh(settings, device)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    mesh = mesh if mesh is not None else _mesh(settings, device, stages)
+    if isinstance(model, PipelineModule):
+        return initialize_pipeline(
+            model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
+        )
     return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
 
 
@@ -96,23 +105,14 @@ def _initialize(
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
-    model.to(mesh.fabric.device)
+    to_device(model, mesh.fabric.device)
     members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
     mechanism = build_mechanism(model, settings, members, trains=source is not None)
     zero_optimizer = None
     if source is not None:
-        try:
-            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
-        except Exception:
-            mechanism.remove()  # a model that is refused is left as it was, and can be given again
-            raise
+        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
-    loader = None
-    if training_data is not None:
-        loader = EngineLoader(
-            training_data, batch.micro, mesh.data_parallel_size, mesh.control.rank, collate_fn,
-            settings.dataloader_drop_last, settings.seed or 0,
-        )  # fmt: skip
+    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
@@ -126,21 +126,29 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     return given[0]
 
 
-def _mesh(settings: Config, device: torch.device) -> Mesh:
+def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
-    for name in ("pp", "cp", "tp", "ep"):
+    if degrees.pp not in (1, stages):
+        raise ConfigError(
+            f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
+            "zeroengine.pipe.PipelineModule with num_stages of the same number"
+        )
+    for name in ("cp", "tp", "ep"):
         if getattr(degrees, name) > 1:
             raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
     if settings.tensor_parallel.autotp_size > 1:
         raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
-        if fabric.world_size % shard:
-            raise ConfigError(f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job")
-        replicate = fabric.world_size // shard
-    return build_mesh(fabric, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+        if fabric.world_size % (shard * stages):
+            raise ConfigError(
+                f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job"
+                + (f" with {stages} pipeline stages" if stages > 1 else "")
+            )
+        replicate = fabric.world_size // (shard * stages)
+    return build_mesh(fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
@@ -154,6 +162,17 @@ def _check_places(settings: Config, device: torch.device) -> None:
         raise ConfigError(
             f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
             "remove the section"
+        )
+
+
+def _check_folders(settings: Config) -> None:
+    """A checkpoint is one folder that all ranks see. On one host the node's own storage is such a place."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    if settings.checkpoint.use_node_local_storage and local < world:
+        raise ConfigError(
+            f"checkpoint.use_node_local_storage is true, and the {world} ranks of this job run on several hosts ({local} here): "
+            "a checkpoint is written to one folder that all hosts see; remove the key and save to a shared file system"
         )
 
 

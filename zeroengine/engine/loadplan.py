@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroengine.checkpoint import Comparison
 from zeroengine.engine import pieces as state
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.pieces import Pieces
@@ -23,11 +24,11 @@ _SHOWN = 10  # names in a message
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Which key of a checkpoint fills which memory. `wanted` maps its keys to this rank's pieces; `served` names parameters
-    that are filled from another key than `model.<name>`; `finish` makes values, masters and ranks agree afterwards."""
+    """Which key of a checkpoint fills which memory. `wanted` maps its keys to this rank's pieces; those of frozen parameters
+    are `optional`; `finish` makes values, masters and ranks agree afterwards."""
 
     wanted: Pieces
-    served: frozenset[str]
+    optional: frozenset[str]
     after: tuple[Callable[[], object], ...]
 
     def finish(self, mechanism: Mechanism) -> None:
@@ -42,17 +43,15 @@ class LoadPlan:
             mechanism.optimizer.refresh_masters()
 
 
-def plan_load(module: nn.Module, mechanism: Mechanism, index: Index) -> LoadPlan:
-    """Every value comes from the most precise copy in the checkpoint: a master, or the weights where there is none."""
+def plan_load(module: nn.Module, mechanism: Mechanism, index: Index, saved_name: Callable[[str], str]) -> LoadPlan:
+    """Every value comes from the most precise copy in the checkpoint: a master, or the weights where there is none.
+    `saved_name` gives the checkpoint's name of a parameter or buffer."""
     wanted: Pieces = {}
-    served: set[str] = set()
     after: list[Callable[[], object]] = []
 
     def source(name: str, wide: bool) -> str:
-        if wide and f"master.{name}" in index:
-            served.add(name)
-            return f"master.{name}"
-        return f"model.{name}"
+        saved = saved_name(name)
+        return f"master.{saved}" if wide and f"master.{saved}" in index else f"model.{saved}"
 
     separate: set[str] = set()
     for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
@@ -65,21 +64,27 @@ def plan_load(module: nn.Module, mechanism: Mechanism, index: Index) -> LoadPlan
     for key, parts in state.model_pieces(module, mechanism).items():
         name = key.removeprefix("model.")
         if name not in separate:
-            saved = index[key][1].itemsize if key in index else 0
+            weights = source(name, wide=False)
+            saved = index[weights][1].itemsize if weights in index else 0
             wanted[source(name, wide=widths.get(name, 0) > saved)] = parts
     for name, b in state.persistent_buffers(module):
         if not b.is_contiguous():
-            after.append(lambda b=b, flat=wanted[f"model.{name}"][0].data: b.copy_(flat.view(b.shape)))  # type: ignore[misc]
-    return LoadPlan(wanted, frozenset(served), tuple(after))
+            flat = wanted[source(name, wide=False)][0].data
+            after.append(lambda b=b, flat=flat: b.copy_(flat.view(b.shape)))  # type: ignore[misc]
+    frozen = frozenset(f"model.{saved_name(n)}" for n, p in module.named_parameters() if not p.requires_grad)
+    return LoadPlan(wanted, frozen, tuple(after))
 
 
 class Verdict:
     """Refuses a checkpoint that does not fit, on all ranks alike and before anything is changed. `optimizer` is the name of
     its class, None if no state is wanted. Afterwards `without` names the parameters that had no optimizer state."""
 
-    def __init__(self, found: Path, plan: LoadPlan, index: Index, module: nn.Module, strict: bool, optimizer: str | None) -> None:
-        self.found, self.plan, self.strict, self.optimizer = found, plan, strict, optimizer
-        self.frozen = {f"model.{n}" for n, p in module.named_parameters() if not p.requires_grad}
+    KINDS = ("model.", "master.", "optim.")
+    """Keys that it must hear of when nobody wants them."""
+
+    def __init__(self, found: Path, index: Index, strict: bool, optimizer: str | None) -> None:
+        self.found, self.strict, self.optimizer = found, strict, optimizer
+        self.masters = {key for key in index if key.startswith("master.")}
         self.saved: dict[str, set[str]] = {}
         for key in index:
             if key.startswith("optim."):
@@ -87,21 +92,21 @@ class Verdict:
                 self.saved.setdefault(name, set()).add(what)
         self.without: frozenset[str] = frozenset()
 
-    def __call__(self, missing: tuple[str, ...], unexpected: tuple[str, ...], values: dict[str, Any]) -> None:
-        self._weights([k for k in missing if not k.startswith("optim.")], [k for k in unexpected if k.startswith("model.")])
+    def __call__(self, found: Comparison) -> None:
+        # A weight that nobody wants was not needed if its master, the more precise copy, is.
+        served = {key.replace("master.", "model.", 1) for key in self.masters.difference(found.unexpected)}
+        unknown = [k for k in found.unexpected if k.startswith("model.") and k not in served]
+        self._weights([k for k in found.missing if not k.startswith("optim.")], found.excused, unknown)
         if self.optimizer is not None:
-            self._state([k for k in missing if k.startswith("optim.")], values)
-            unused = [k for k in unexpected if k.startswith("optim.")]
+            self._state([k for k in found.missing if k.startswith("optim.")], found.values)
+            unused = [k for k in found.unexpected if k.startswith("optim.")]
             if unused:
                 log_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}", 30)
 
-    def _weights(self, missing: list[str], unexpected: list[str]) -> None:
-        unexpected = [k for k in unexpected if k.removeprefix("model.") not in self.plan.served]
-        frozen = [k for k in missing if k in self.frozen]
-        lost = [k for k in missing if k not in self.frozen]
+    def _weights(self, missing: Sequence[str], frozen: Sequence[str], unexpected: Sequence[str]) -> None:
         if frozen:
             log_rank0(f"{self.found} was saved without frozen parameters: {len(frozen)} keep their values ({_names(frozen)})")
-        told = [f"{what} keys: {_names(keys)}" for what, keys in (("missing", lost), ("unexpected", unexpected)) if keys]
+        told = [f"{what} keys: {_names(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         if told and self.strict:
             raise CheckpointError(
                 f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)"
@@ -134,6 +139,6 @@ def class_name(optimizer: ZeroOptimizer | None) -> str | None:
     return None if optimizer is None else type(optimizer.optimizer).__name__
 
 
-def _names(keys: list[str]) -> str:
+def _names(keys: Sequence[str]) -> str:
     shown = ", ".join(keys[:_SHOWN])
     return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"

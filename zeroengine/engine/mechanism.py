@@ -13,12 +13,12 @@ from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
-from zeroengine.zero.sharder import Sharder
+from zeroengine.zero.sharder import Sharder, gather_units
 from zeroengine.zero.window import GatherWindow
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +33,7 @@ class Mechanism:
     buckets: list[Bucket]
     sharder: Sharder
     reducer: Reducer
-    pool: BufferPool
+    pools: tuple[BufferPool, ...]
     gradients: list[BucketGradients]
     groups: Groups
     masters: dict[int, Tensor]  # fp32 values of 16-bit buckets, until the optimizer takes them
@@ -44,7 +44,8 @@ class Mechanism:
         self.reducer.forget()
         self.reducer.remove()
         self.sharder.remove()
-        self.pool.clear()
+        for pool in self.pools:
+            pool.clear()
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -58,7 +59,10 @@ def sharding_rule(config: Config) -> ShardingRule:
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
-    return ShardingRule(zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold)
+    return ShardingRule(
+        zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold,
+        leaf_module=zero.leaf_module, persistent_total=zero.stage3_model_persistence_threshold,
+    )  # fmt: skip
 
 
 def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
@@ -67,31 +71,40 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
     chosen = config.data_types.grad_accum_dtype
     accumulate = _DTYPES[chosen] if chosen else wide
     wire = _DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
-    return GradientRule(accumulate, wire, 1.0 / ranks if config.gradient_reduction == "mean" else 1.0)
+    factor = 1.0 / ranks if config.gradient_reduction == "mean" else 1.0
+    if not config.prescale_gradients:
+        return GradientRule(accumulate, wire, factor)
+    # Everything is divided before the sum unless the configuration says how much of it: sums of 16 bits stay in range.
+    before = 1.0 / config.gradient_predivide_factor if config.gradient_predivide_factor != 1.0 else factor
+    return GradientRule(accumulate, wire, factor / before, before)
 
 
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool = BufferPool()
+    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
-    zero = config.zero_optimization
-    window = GatherWindow(
-        [b.layout.padded for b in built.buckets],
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_reuse_distance,
-        zero.stage3_max_live_parameters,
-    )
-    sharder = Sharder(module, built.buckets, window)
+    sharder = build_sharder(module, built, config)
     gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
+        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
         for b in built.buckets
         if b.trainable and trains
     ]
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, pool, gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+
+
+def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
+    zero = config.zero_optimization
+    window = GatherWindow(
+        [sum(b.layout.padded for b in unit) for unit in gather_units(built.buckets, built.units)],
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_reuse_distance,
+        zero.stage3_max_live_parameters,
+    )
+    return Sharder(module, built.buckets, window, built.units)
 
 
 def build_scaler(config: Config) -> LossScaler:
@@ -102,11 +115,16 @@ def build_scaler(config: Config) -> LossScaler:
 def attach_optimizer(
     mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
 ) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups."""
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. A model that is
+    refused is left as it was, and can be given again."""
     mesh = mechanism.groups
-    attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
-    mechanism.optimizer = ZeroOptimizer(
-        attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS,
-    )  # fmt: skip
+    try:
+        attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
+        mechanism.optimizer = ZeroOptimizer(
+            attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
+            build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        )  # fmt: skip
+    except Exception:
+        mechanism.remove()
+        raise
     return mechanism.optimizer

@@ -7,7 +7,7 @@ stages, ranks or buckets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +168,19 @@ def make_state(optimizer: ZeroOptimizer) -> list[nn.Parameter]:
     bare = [view for view, _ in optimizer.held() if not optimizer.state.get(view)]
     optimizer.make_state()
     return bare
+
+
+def under_names(pieces: Pieces, saved_name: Callable[[str], str]) -> Pieces:
+    """The same pieces under the keys of `saved_name(name)` in place of `name`."""
+
+    def key_of(key: str) -> str:
+        kind, _, name = key.partition(".")
+        if kind != "optim":
+            return f"{kind}.{saved_name(name)}"
+        name, _, what = name.rpartition(".")
+        return f"{kind}.{saved_name(name)}.{what}"
+
+    return {key_of(key): parts for key, parts in pieces.items()}
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

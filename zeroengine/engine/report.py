@@ -13,7 +13,8 @@ from zeroengine.zero.residency import slot_of
 
 # fp32 tensors of the parameter's size that torch's optimizers keep; options of the group decide where a range is given.
 _MOMENTS = {
-    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "Adadelta": 2, "ASGD": 1, "Rprop": 2,
+    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "FusedAdagrad": 1, "FusedLion": 1,
+    "Adadelta": 2, "ASGD": 1, "Rprop": 2,
 }  # fmt: skip
 
 
@@ -23,7 +24,7 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     parameters = sum(b.shard.nbytes if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets)
     parameters += sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
     gathered = sum(_nbytes(b.full) for b in mechanism.buckets if b.policy.shard_params)
-    pools = mechanism.pool.bytes()
+    pools = sum(pool.bytes() for pool in mechanism.pools)
     for comm in mechanism.groups.all:
         pools += int(getattr(comm, "pool_bytes", int)())
     return {
@@ -96,7 +97,7 @@ def _moments(mechanism: Mechanism) -> int:
         return 0
     name = type(optimizer.optimizer).__name__
     defaults: Mapping[str, Any] = optimizer.defaults
-    if name == "SGD":
+    if name in ("SGD", "FusedSGD"):
         return 1 if defaults.get("momentum") else 0
     if name == "RMSprop":
         return 1 + int(bool(defaults.get("momentum"))) + int(bool(defaults.get("centered")))

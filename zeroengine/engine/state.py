@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import Entry, ModelFolder, agree, parse_size
+from zeroengine.checkpoint import Entry, ModelFolder, Ranks, parse_size
 from zeroengine.engine.pieces import other_names, persistent_buffers
 from zeroengine.zero.residency import slot_of
 
@@ -126,22 +126,15 @@ class WeightMethods:
         exclude_frozen: bool,
     ) -> None:
         """Gathers bucket after bucket, and rank 0 puts the values where `make` says. Collective."""
-
-        def cast(t: Tensor) -> torch.dtype:
-            return dtype if dtype is not None and t.is_floating_point() else t.dtype
-
-        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
-        buffers = dict(persistent_buffers(self.module))
-        entries = [Entry(n, tuple(t.shape), cast(t)) for n, t in {**named, **buffers}.items()]
+        entries, others = self._weight_entries(dtype, exclude_frozen)
         known = {entry.name for entry in entries}
-        others = {other: name for other, name in other_names(self.module).items() if name in known}
         sink: ModelFolder | None = None
         error: Exception | None = None
         try:
             sink = make(entries, others) if self.mesh.rank == 0 else None
         except Exception as exc:  # the others gather already: they hear of it at the end
             error = exc
-        for name, value in chain(whole_parameters(self.module, self.mechanism), buffers.items()):
+        for name, value in self._weight_values():
             if sink is not None and error is None and name in known:
                 try:
                     sink.put(name, value)
@@ -156,7 +149,22 @@ class WeightMethods:
             if sink is not None:
                 sink.close()
 
-        agree(finish, doing, self.mesh.control)
+        Ranks.of_job().phase(doing, finish)
+
+    def _weight_entries(self, dtype: torch.dtype | None, exclude_frozen: bool) -> tuple[list[Entry], dict[str, str]]:
+        """What is to be written, and {other name: name} of tied weights. Collective."""
+
+        def cast(t: Tensor) -> torch.dtype:
+            return dtype if dtype is not None and t.is_floating_point() else t.dtype
+
+        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
+        buffers = dict(persistent_buffers(self.module))
+        entries = [Entry(n, tuple(t.shape), cast(t)) for n, t in {**named, **buffers}.items()]
+        return entries, {other: name for other, name in other_names(self.module).items() if name in named or name in buffers}
+
+    def _weight_values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of every parameter and buffer, for rank 0. Collective: every rank must exhaust the iterator."""
+        return chain(whole_parameters(self.module, self.mechanism), persistent_buffers(self.module))
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         return self.full_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

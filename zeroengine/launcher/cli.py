@@ -25,9 +25,12 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "env": Command("reports versions, devices, compilers, and which operation runs how", "zeroengine.ops.report:run"),
     "run": Command("starts a script on several ranks (the default)", "zeroengine.launcher.run:run"),
     "export": Command("writes a checkpoint's weights as model files", "zeroengine.checkpoint.commands:export"),
     "inspect": Command("says what is in a checkpoint", "zeroengine.checkpoint.commands:inspect"),
+    "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),
+    "schedule": Command("checks, simulates and draws a pipeline schedule", "zeroengine.pipeline.command:run"),
 }
 
 

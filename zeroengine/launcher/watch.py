@@ -37,8 +37,7 @@ class RankWatch:
         self._lock = threading.Lock()
         self._pids: dict[int, dict[int, int]] = {}  # attempt -> rank -> pid
         self._failed: set[int] = set()  # attempts of which a rank has failed
-        self._ended: dict[int, dict[int, int]] = {}  # attempt -> rank -> status, as far as seen here
-        self._died: dict[int, float] = {}  # attempt -> when the first of its ranks ended badly
+        self._ended: dict[int, dict[int, tuple[int, float]]] = {}  # attempt -> rank -> status and when, as far as seen here
         self._killed: set[int] = set()  # attempts that were killed from here
         # Opened for both directions (Linux), so that it never reads as ended while no rank has it open.
         self._pipe = os.fdopen(os.open(os.path.join(run_dir, "events"), os.O_RDWR), "rb", buffering=0)
@@ -88,14 +87,13 @@ class RankWatch:
         """True if the rank ended because it was told to: by torch, once another had ended badly, or from here."""
         attempt, rank = start["attempt"], start["rank"]
         with self._lock:
-            self._ended.setdefault(attempt, {})[rank] = status
-            first = self._died.setdefault(attempt, when) if status != 0 else when
+            known = self._ended.setdefault(attempt, {})
+            known[rank] = status, when
             if status == -signal.SIGKILL:
                 return attempt in self._killed
-            others = {r: pid for r, pid in self._pids[attempt].items() if r != rank}
-            known = self._ended[attempt]
-            unseen = any(r not in known and _was_collected(pid) for r, pid in others.items())
-            return status == -signal.SIGTERM and (first < when or unseen)
+            earlier = any(bad != 0 and then < when for bad, then in known.values())
+            unseen = any(r not in known and _was_collected(pid) for r, pid in self._pids[attempt].items())
+            return status == -signal.SIGTERM and (earlier or unseen)
 
     def _fail(self, attempt: int) -> None:
         """Sees to it that after `grace` seconds no process of an attempt is left of which a rank has failed."""

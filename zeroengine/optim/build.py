@@ -13,9 +13,12 @@ from torch import nn
 
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once
+from zeroengine.ops.adagrad import FusedAdagrad
+from zeroengine.ops.adam import FusedAdam
+from zeroengine.ops.lion import FusedLion
+from zeroengine.ops.sgd import FusedSGD
 from zeroengine.optim.kinds import check_usable
 from zeroengine.optim.lamb import Lamb
-from zeroengine.optim.lion import Lion
 from zeroengine.optim.muon import MuonWithAdamW, muon_options, split_groups
 
 ParamGroups = list[dict[str, Any]]
@@ -74,7 +77,14 @@ def check_trainable(module: nn.Module, groups: ParamGroups) -> None:
         )
 
 
-_OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion, "lamb": Lamb, "muon": MuonWithAdamW}
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": FusedLion, "lamb": Lamb, "muon": MuonWithAdamW}
+# Ours in place of torch's, where the options allow: one pass, with the same bits wherever a tensor is cut.
+_FUSED: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
+    torch.optim.AdamW: (FusedAdam, {"adam_w_mode": True}),
+    torch.optim.Adagrad: (FusedAdagrad, {}),
+    torch.optim.SGD: (FusedSGD, {}),
+}
 _ADAM = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")
 
 
@@ -114,6 +124,8 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
     given = muon_options(dict(params)) if cls is MuonWithAdamW else dict(params)
     signature = inspect.signature(cls.__init__).parameters
     accepted = {n for n in signature if n not in ("self", "params", "args", "kwargs")}
+    fused, fixed = _fused(cls, params, model) or (cls, {})
+    taken = inspect.signature(fused.__init__).parameters
     kwargs: dict[str, Any] = {}
     for key, value in given.items():
         if key not in accepted and (key == "adam_w_mode" or key in _IMPLEMENTATION):
@@ -123,11 +135,12 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
         if key == "bias_correction" and key not in accepted:
             if value is True:
                 continue
-            raise ConfigError(
-                f"optimizer.params.bias_correction is {value!r}, and {cls.__name__} always corrects its moments; remove the "
-                "key, or pass an optimizer of your own to initialize(optimizer=...)"
-            )
-        if key not in accepted:
+            if key not in taken:
+                raise ConfigError(
+                    f"optimizer.params.bias_correction is {value!r}, and {cls.__name__} always corrects its moments; remove the "
+                    "key, or pass an optimizer of your own to initialize(optimizer=...)"
+                )
+        elif key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ConfigError(
@@ -136,11 +149,25 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
         kwargs[key] = tuple(value) if isinstance(value, list) else value
     if "lr" in accepted and "lr" not in kwargs and signature["lr"].default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer.params.lr is missing; {cls.__name__} has no default learning rate")
+    if fused is not cls:
+        defaults = {k: v.default for k, v in signature.items() if k in taken and v.default is not inspect.Parameter.empty}
+        return ClassFactory(fused, {**defaults, **{k: v for k, v in kwargs.items() if k in taken}, **fixed})
     if "fused" in accepted and cls is not torch.optim.SGD:
         # One pass over the memory. Not SGD's: it rounds an element differently by its place in memory, and the stages
         # would no longer agree to the last bit.
         kwargs["fused"] = True
     return ClassFactory(cls, kwargs, partial(split_groups, model) if cls is MuonWithAdamW else None)
+
+
+def _fused(
+    cls: type[torch.optim.Optimizer], params: Mapping[str, Any], model: nn.Module
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Our class of the same rule as torch's `cls`, and what fixes the rule, if it has all that `params` ask for."""
+    if cls not in _FUSED or params.get("torch_adam") or any(p.is_complex() for p in model.parameters()):
+        return None
+    torchs, ours = (inspect.signature(c.__init__).parameters for c in (cls, _FUSED[cls][0]))
+    missing = [k for k in params if k in torchs and k not in ours and k not in _IMPLEMENTATION]
+    return _FUSED[cls] if all(params[k] == torchs[k].default for k in missing) else None
 
 
 class ClassFactory:

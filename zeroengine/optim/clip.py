@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.ops.flat import squares
 from zeroengine.zero.gradients import BucketGradients
 
 
@@ -17,11 +18,10 @@ def global_norm(gradients: list[BucketGradients], shard_ranks: tuple[int, ...], 
     Each rank sums squares in fp64 over its own slices, also where it holds more than its slice, so that every stage adds
     the same partial sums in the same order. `shard_ranks`: the ranks whose slices make up one whole.
     """
-    squares = [torch.linalg.vector_norm(_real(g.reduced), dtype=torch.float64).square() for g in gradients]
-    mine = torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64)
+    mine = squares([_real(g.reduced) for g in gradients])[0].cpu()
     table = control.exchange(mine, "squares of the gradients")
     rows = [control.ranks.index(r) for r in shard_ranks]
-    total = float(table[rows].sum(0).sum()) if squares else 0.0
+    total = float(table[rows].sum(0).sum()) if gradients else 0.0
     # fp32: the partial sums differ in their last bits with the size of buckets, and the norm should not
     return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import NonFiniteError
+from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError
 from zeroengine.logging import log_rank0
+from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.parts import Attached
@@ -20,6 +21,8 @@ from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.edits import digest
+from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
@@ -54,6 +57,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scaler: LossScaler,
         max_norm: float,
         max_skips: int,
+        ignore_unused: bool = True,
     ) -> None:
         # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
         self._attached = attached
@@ -69,8 +73,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._control = control
         self._shard_ranks = shard_ranks
         self._max_skips = max_skips
+        self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
+        # What a pipeline replaces: its norm and its reason to skip are those of all stages.
+        self.norm_rule: Callable[[list[BucketGradients]], float] = self._norm
+        self.blame_rule: Callable[[list[BucketGradients]], str] = self._blame
         sharder.on_edit = self._follow_edit
+        sharder.optimizer = self
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
 
@@ -94,6 +103,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.last is not None and not self.last.applied
 
     @property
+    def control(self) -> Communicator:
+        """The ranks that train together."""
+        return self._control
+
+    @property
     def loss_scale(self) -> float:
         return self.scaler.scale
 
@@ -115,7 +129,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Trains parameters that are in no group so far: a dict with `params` and, if they differ, options. The same call on
         every rank. Raises `ConfigError` for parameters that were frozen or absent when the engine was made."""
-        self._attached.add_group(named_groups(param_group)[0])
+        group = named_groups(param_group)[0]
+        if not group["params"]:
+            raise ConfigError("a parameter group to add holds no trainable parameter; unfreeze them first (requires_grad_())")
+        self._attached.add_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
@@ -125,10 +142,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
             )
         self._sharder.verify()
-        used = self.reducer.finish()
         self._sharder.end_backward()
+        used, edited = self.reducer.finish(self._edit_marks())
+        self._follow_edits(edited)
+        self._check_used(used)
         gradients = self.reducer.gradients
-        norm = global_norm(gradients, self._shard_ranks, self._control)
+        norm = self.norm_rule(gradients)
         finite = math.isfinite(norm)
         clipped = False
         if finite:
@@ -146,6 +165,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _update(self, used: frozenset[str], factor: float) -> None:
+        if isinstance(self.optimizer, FusedOptimizer):
+            grads: dict[Tensor, Tensor] = {}
+            copies: dict[Tensor, Tensor] = {}
+            for master in self.masters:
+                master.feed(used, grads, copies)
+            self.optimizer.step(grad_scale=factor, copies=copies, grads=grads)
+        else:
+            self._update_by_torch(used, factor)
+        for master in self.masters:
+            master.publish(written=isinstance(self.optimizer, FusedOptimizer))
+        for master in self.masters:
+            master.bucket.wait()
+
+    def _update_by_torch(self, used: frozenset[str], factor: float) -> None:
         for master in self.masters:
             if factor < 1.0:
                 master.gradients.updated.mul_(factor)
@@ -156,19 +189,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
             master.unlink()
         if self.parts.whole is not None:
             self.parts.whole.update(self.optimizer.step, used)
-        for master in self.masters:
-            master.publish()
-        for master in self.masters:
-            master.bucket.wait()
 
     def _has_flat_parts(self) -> bool:
         """Else every call of the inner `step` is one for whole parameters: some optimizers count their calls."""
         return any(index not in m.apart for m in self.masters for index in m.parts) or self.parts.whole is None
 
+    def _norm(self, gradients: list[BucketGradients]) -> float:
+        return global_norm(gradients, self._shard_ranks, self._control)
+
+    def _blame(self, gradients: list[BucketGradients]) -> str:
+        return blame(gradients, self._control)
+
     def _skip(self) -> None:
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
-        cause = blame(self.reducer.gradients, self._control)
+        cause = self.blame_rule(self.reducer.gradients)
         if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
             scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
             log_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}", level=30)
@@ -177,6 +212,50 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
                 "look at the data of these batches, or train in bf16 or fp32"
             )
+
+    def _check_used(self, used: frozenset[str]) -> None:
+        if self._ignore_unused:
+            return
+        unused = [s.name for m in self.masters for s in m.bucket.layout.specs if s.name not in used]
+        if unused:
+            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+            raise ModelError(
+                f"no rank had a gradient for {', '.join(unused[:5])}{more} in this step, and "
+                "zero_optimization.ignore_unused_parameters is false; use these parameters in the loss, freeze them "
+                "(requires_grad_(False)) before zeroengine.initialize, or set the key to true"
+            )
+
+    def _edit_marks(self) -> list[int]:
+        """For each bucket, whether its values were written by somebody else on this rank since the last step."""
+        drifted = {id(m.bucket) for m in self.masters if m.drifted()}
+        return [int(b.edit != 0 or b.written() or id(b) in drifted) for b in self._sharder.buckets]
+
+    def _follow_edits(self, marks: list[int]) -> None:
+        """Edits that all ranks made alike become the truth, masters included. `marks`: agreed by the ranks. Collective if
+        any is set."""
+        edited = [b for b, mark in zip(self._sharder.buckets, marks, strict=True) if mark]
+        if not edited:
+            return
+        mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
+        table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
+        for bucket, column in zip(edited, table.unbind(1), strict=True):
+            if not bool((column == column[0]).all()):
+                ranks = self._control.ranks
+                odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
+                raise DivergenceError(
+                    f"rank {ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place (load_state_dict, "
+                    f"copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ from rank "
+                    f"{ranks[0]}); make the same edit everywhere, or edit inside "
+                    "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
+                )
+            bucket.forget_edit()
+            self._follow_edit(bucket)
+
+    def follow_edits(self) -> None:
+        """Makes the masters follow what was written into parameters since the last step. Collective."""
+        marks = torch.tensor(self._edit_marks(), dtype=torch.int32)
+        self._control.all_reduce(marks, "edited parameters", op="max").wait()
+        self._follow_edits(marks.tolist())
 
     def _follow_edit(self, bucket: Bucket) -> None:
         for master in self.masters:

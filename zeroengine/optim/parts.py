@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
+from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.kinds import check_usable, is_elementwise, steps_apart
 from zeroengine.optim.state import carry_state, check_fresh
 from zeroengine.optim.update import FlatMaster
@@ -36,7 +37,7 @@ class Parts:
         self._taken: dict[int, str] = {}
         self.whole: WholeUpdate | None = None
         chosen = self._choose(groups)
-        self.masters = [FlatMaster(g, masters.pop(g.bucket.index, None)) for g in gradients]
+        self.masters = [FlatMaster(g, masters.pop(g.bucket.index, None), not issubclass(cls, FusedOptimizer)) for g in gradients]
         self._by_bucket = {m.bucket.index: m for m in self.masters}
         self._comm = comm
         self._sharded = any(g.bucket.policy.shard_state for g in gradients)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.edits import fingerprint
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 
@@ -38,7 +39,9 @@ class FlatMaster:
     indices of the parameters that `WholeUpdate` updates; their parts are not linked to gradients.
     """
 
-    def __init__(self, gradients: BucketGradients, master: Tensor | None) -> None:
+    def __init__(self, gradients: BucketGradients, master: Tensor | None, cut: bool) -> None:
+        """`cut`: where this rank updates everything, parameters are cut at the borders of the ranks' slices. torch's fused
+        loops round the last few elements of a tensor differently, and the stages must agree to the last bit."""
         self.gradients = gradients
         self.bucket: Bucket = gradients.bucket
         bucket = self.bucket
@@ -46,24 +49,24 @@ class FlatMaster:
         self._values: Tensor = held if held is not None else bucket.shard
         self.separate = master is not None
         self.flat: Tensor = self._values if master is None else master
+        self._published = self._fingerprint()
         self.parts: dict[int, list[Part]] = {}
         self.apart: frozenset[int] = frozenset()
-        for index, start, end, at in self._ranges():
+        for index, start, end, at in self._ranges(cut):
             spec = bucket.layout.specs[index]
             part = Part(spec.name, spec.shape, start, at, nn.Parameter(self.flat[at : at + end - start].detach()))
             self.parts.setdefault(index, []).append(part)
 
-    def _ranges(self) -> Iterator[tuple[int, int, int, int]]:
-        """(parameter, start, end, position in `flat`). Where this rank updates everything, parameters are still cut at the
-        borders of the ranks' slices: torch's fused loops round the last few elements of a tensor differently, and the
-        stages must agree to the last bit. Not with so many ranks that the cuts would cost time."""
+    def _ranges(self, cut: bool) -> Iterator[tuple[int, int, int, int]]:
+        """(parameter, start, end, position in `flat`). Not cut for so many ranks that it would cost time."""
         layout, policy = self.bucket.layout, self.bucket.policy
         if policy.shard_state:
             own = self.bucket.own
             for s in layout.segments(own.start, own.stop):
                 yield s.index, s.start, s.end, s.at
             return
-        cuts = [layout.slice_of(r) for r in range(layout.shards)] if layout.shards <= _CUT_RANKS else [(0, layout.padded)]
+        cut = cut and layout.shards <= _CUT_RANKS
+        cuts = [layout.slice_of(r) for r in range(layout.shards)] if cut else [(0, layout.padded)]
         for start, end in cuts:
             for s in layout.segments(start, end):
                 yield s.index, s.start, s.end, start + s.at
@@ -79,18 +82,25 @@ class FlatMaster:
             view = nn.Parameter(self.flat[spec.offset : spec.end].view(spec.shape).detach())
             self.parts[index] = [Part(spec.name, spec.shape, 0, spec.offset, view)]
 
-    def link(self, used: frozenset[str]) -> None:
-        """Points `.grad` of the parts at the reduced gradients; parts of unused parameters get None, as in torch."""
-        grads = self.gradients.updated
+    def _flat_parts(self, used: frozenset[str]) -> Iterator[tuple[Part, Tensor]]:
+        """The parts that are updated here and have a gradient in this step, with it: its view in the reduced gradients."""
+        reduced = self.gradients.updated
         for index, parts in self.parts.items():
-            if index in self.apart:
-                continue
             for part in parts:
-                if part.name not in used:
-                    part.view.grad = None
-                    continue
-                grad = grads[part.at : part.at + part.view.numel()].view(part.view.shape)
-                part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
+                if index not in self.apart and part.name in used:
+                    yield part, reduced[part.at : part.at + part.view.numel()].view(part.view.shape)
+
+    def link(self, used: frozenset[str]) -> None:
+        """Points `.grad` of the parts at the reduced gradients; parts of unused parameters have none, as in torch."""
+        for part, grad in self._flat_parts(used):
+            part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
+
+    def feed(self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor]) -> None:
+        """`link` for an optimizer that takes gradients of any type, and writes the values in the pass that makes them."""
+        for part, grad in self._flat_parts(used):
+            grads[part.view] = grad
+            if self.separate:
+                copies[part.view] = self._values[part.at : part.at + grad.numel()].view(grad.shape)
 
     def unlink(self) -> None:
         for parts in self.parts.values():
@@ -101,10 +111,15 @@ class FlatMaster:
         """Writes masters to the values of this rank's range."""
         if self.separate:
             self._values.copy_(self.flat)
+        self._published = self._fingerprint()
 
-    def publish(self) -> None:
-        """Writes masters to the values and issues what brings them to the other ranks."""
-        self.write_values()
+    def publish(self, written: bool) -> None:
+        """Issues what brings the new values to the other ranks; the optimizer may have `written` them from the masters
+        already (`feed`)."""
+        if written:
+            self._published = self._fingerprint()
+        else:
+            self.write_values()
         if self.bucket.policy.shard_state:
             self.bucket.publish()
         else:
@@ -116,6 +131,16 @@ class FlatMaster:
         if self.separate:
             changed = self.flat.to(self._values.dtype) != self._values
             self.flat.copy_(torch.where(changed, self._values.to(self.flat.dtype), self.flat))
+            self._published = self._fingerprint()
+
+    def drifted(self) -> bool:
+        """The values are not those that this master published: somebody wrote into the parameters."""
+        return self._published != self._fingerprint()
+
+    def _fingerprint(self) -> int:
+        """0 where users cannot reach the values, or the values are the master."""
+        reachable = self.separate and not self.bucket.policy.shard_params
+        return fingerprint(self._values) if reachable else 0
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Piece]]:
         """Every part as a `Piece` of its parameter's master values."""

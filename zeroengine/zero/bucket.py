@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import enum
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator, Work
+from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.zero.edits import digest, same_bits
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.policy import Policy
 from zeroengine.zero.pool import BufferPool
@@ -26,6 +29,10 @@ class Bucket:
     `full` has `layout.padded` elements while values are whole, else None. `shard` is this rank's slice: a view into
     `full` where the policy keeps values whole, else the only copy. `pins` counts the users that forbid releasing;
     `version` the updates of the values, so that backward notices weights that changed since forward.
+
+    Users may write into parameters. torch counts such writes in `_version`, which is compared at release, so that a write
+    into gathered values reaches the shard. `edit` is a digest of what was written since the last step (0: nothing); it
+    is part of the subject of the next gather, so that ranks that wrote different values never use them.
     """
 
     def __init__(
@@ -50,9 +57,13 @@ class Bucket:
         self.residency = Residency.RELEASED
         self.pins = 0
         self.version = 0
+        self.edit = 0
         self.comm = comm
         self._pool = pool
         self._work: Work | None = None
+        self._written: list[int] = []
+        self._uses = 0
+        self._offsets = [spec.offset for spec in layout.specs]
         names = [spec.name for spec in layout.specs]
         self.subject = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} parameters)"
         for i, (p, spec) in enumerate(zip(params, layout.specs, strict=True)):
@@ -64,19 +75,25 @@ class Bucket:
         return slice(*self.layout.slice_of(self.comm.rank))
 
     def adopt(self, full: Tensor) -> None:
-        """Takes the initial values: `full` is flat, padded, equal on all ranks, and becomes the bucket's own."""
+        """Takes the initial values: `full` is flat, padded, equal on all ranks, of the bucket's dtype or one that is cast.
+        Of the bucket's dtype and where the policy keeps values whole it becomes the bucket's own, and should be memory of
+        the communicator."""
+        like = full.new_empty(0, dtype=self.dtype)
         if self.policy.shard_params:
-            self.shard = full[self.own].clone()
+            self.shard = self.comm.empty(self.layout.shard_numel, like).copy_(full[self.own])
             hide(self.params)
         else:
-            self.full, self.shard = full, full[self.own]
+            self.full = full if full.dtype is self.dtype else self.comm.empty(full.numel(), like).copy_(full)
+            self.shard = self.full[self.own]
             self._show()
+        self.forget_edit()
 
     def gather(self) -> None:
         """Issues the all-gather if the values are released."""
         if self.residency is Residency.RELEASED:
             self.full = self._pool.take(self.layout.padded, self.dtype, self.device)
-            self._work = self.comm.all_gather(self.full, self.shard, self.subject)
+            told = f" (edited in place since the last step: {self.edit:x})" if self.edit else ""
+            self._work = self.comm.all_gather(self.full, self.shard, self.subject + told)
             self.residency = Residency.GATHERING
 
     def publish(self) -> None:
@@ -89,7 +106,12 @@ class Bucket:
         """Completes what was issued; afterwards parameters of a gathered bucket have their values."""
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except DivergenceError as error:
+                if self.residency is Residency.GATHERING:
+                    raise DivergenceError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
+                raise
         if self.residency is Residency.GATHERING:
             self._show()
 
@@ -100,12 +122,65 @@ class Bucket:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
-        if self.residency is Residency.WHOLE:
+        full, was_shown = self.full, self.residency is Residency.WHOLE
+        self.full, self.residency = None, Residency.RELEASED
+        if was_shown:
             hide(self.params)
-        full, self.full = self.full, None
-        self.residency = Residency.RELEASED
-        if full is not None:
-            self._pool.give(full)
+        if full is None:
+            return
+        if was_shown and self.written():
+            self.shard.copy_(full[self.own])
+            self.note_edit(digest(full))
+        elif was_shown:
+            self._check_kept(full)
+        self._pool.give(full)
+
+    # --- edits by the user ----------------------------------------------------------------------------------------
+
+    def written(self) -> bool:
+        """Somebody wrote into a parameter in place since `forget_edit` or `note_edit`."""
+        return self._written != self._versions()
+
+    def version_of(self, offset: int) -> tuple[int, int]:
+        """Version of the values at `offset` of the flat buffer: updates of the bucket, writes into the parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.version, self.params[bisect.bisect_right(self._offsets, offset) - 1]._version
+
+    def note_edit(self, values: int) -> None:
+        """Values with this digest were written and are in the shards."""
+        self.edit = hash((self.edit, values)) & _EDIT_MASK or 1
+        self._written = self._versions()
+
+    def forget_edit(self) -> None:
+        """All ranks agree on the values as they are."""
+        self.edit = 0
+        self._written = self._versions()
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Parameter `index` of a released bucket becomes `values` (its whole shape, equal on all ranks): each rank keeps its
+        part of them."""
+        spec = self.layout.specs[index]
+        flat = values.detach().to(device=self.device, dtype=self.dtype).expand(spec.shape).reshape(-1)
+        lo, hi = max(self.own.start, spec.offset), min(self.own.stop, spec.end)
+        if lo < hi:
+            self.shard[lo - self.own.start : hi - self.own.start].copy_(flat[lo - spec.offset : hi - spec.offset])
+        self.version += 1
+        self.note_edit(hash((index, digest(flat))))
+
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p._version for p in self.params]
+
+    def _check_kept(self, full: Tensor) -> None:
+        """Writes through `.data` are not counted by torch; looked for in every so many releases, they do not stay unseen."""
+        self._uses += 1
+        if self._uses % _CHECK_EVERY == 1 and not same_bits(full[self.own], self.shard):
+            raise ModelError(
+                f"rank {self.comm.ranks[self.comm.rank]}: values of {self.subject} were changed through `.data` (or a view of "
+                "it) while they were gathered for a forward or backward, and such a change is lost when they are released; write "
+                "into the parameter itself under torch.no_grad(), use an out-of-place operation, or edit between steps inside "
+                "zeroengine.zero.GatheredParameters"
+            )
 
     def holds(self, index: int) -> bool:
         """Whether parameter `index` lies where the layout says, as far as values are whole between uses."""
@@ -136,6 +211,13 @@ class Bucket:
         self.residency = Residency.WHOLE
 
 
+_CHECK_EVERY = 16  # releases
+_EDIT_MASK = (1 << 48) - 1
+_REMEDY = (
+    "If the ranks run different parts of the model (experts, branches chosen by the data), make the module around them one "
+    "gather unit before zeroengine.initialize: zeroengine.utils.set_z3_leaf_modules(model, [ItsClass]) or the key "
+    "zero_optimization.leaf_module. If a parameter was edited in place, make the same edit on all ranks"
+)
 _ALIGN = 4  # a cut between blocks is taken once a bucket has 1/_ALIGN of the target
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
+from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.layout import BucketLayout
+from zeroengine.zero.leaves import find_leaves
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.residency import slot_of
@@ -26,6 +29,9 @@ class ShardingRule:
     dtype: torch.dtype | None  # of floating-point parameters and buffers; None keeps what the model has
     bucket_size: int
     persistence_threshold: int = 0  # parameters below it keep their values whole on every rank
+    part: Callable[[str], str] | None = None  # parameters, by name, of different parts never share a bucket
+    leaf_module: Mapping[str, Any] | None = None  # gather units that the user names, see `leaves.py`
+    persistent_total: int | None = None  # most elements that stay whole so; None: no bound
 
 
 @dataclass(frozen=True)
@@ -53,16 +59,15 @@ class Groups:
 def check_free(module: nn.Module) -> None:
     """Refuses a model that another engine holds or that has no values yet."""
     for name, p in module.named_parameters():
-        slot = slot_of(p)
-        if slot is not None:
+        if slot_of(p) is not None and held_by(p) is None:
             raise ModelError(
                 f"parameter '{name}' belongs to another engine already; call destroy() on that engine first, or build one "
                 "engine for both uses"
             )
         if p.is_meta:
             raise ModelError(
-                f"parameter '{name}' is on the meta device and has no values; materialise the model (model.to_empty(...) and "
-                "load its weights) before zeroengine.initialize"
+                f"parameter '{name}' is on the meta device and has no values; give it some with "
+                "zeroengine.zero.materialize(model, values) before zeroengine.initialize, or build the model inside zero.Init()"
             )
 
 
@@ -107,61 +112,89 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
 @dataclass
 class Built:
     """A model laid into buckets. `masters` has, for each trainable 16-bit bucket, the fp32 values of the
-    range that this rank updates."""
+    range that this rank updates; `units` the sharded buckets of each gather unit."""
 
     buckets: list[Bucket]
     masters: dict[int, Tensor]
+    units: dict[str, list[int]] = field(default_factory=dict)
 
 
 def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool) -> Built:
     """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Collective."""
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
+    units: dict[str, list[int]] = {}
     for key, named in _classes(module, rule):
-        source, dtype, trainable, persistent = key
+        source, dtype, trainable, persistent, leaf, _ = key
         policy = policy_for(rule.stage, persistent=persistent)
         if not trainable and not policy.shard_params:
             for name, p in named:  # frozen and whole: no buffer of ours
+                claim([p])
                 values = p.data.contiguous().view(-1)
                 _from_rank0(values, groups, name)
                 p.data = values.view(p.shape).to(dtype)
             continue
         for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
             chosen = [named[i] for i in members]
+            claim([p for _, p in chosen])
             layout = BucketLayout.build([(n, p.shape) for n, p in chosen], groups.params.size)
             bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool)
-            flat = _flatten(bucket, source)
+            flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)
             _from_rank0(flat, groups, bucket.subject)
             if trainable and dtype in (torch.bfloat16, torch.float16):
                 kept = flat[bucket.own] if policy.shard_state else flat
                 masters[bucket.index] = kept.to(torch.float32, copy=True)
-            bucket.adopt(flat.to(dtype))
+            bucket.adopt(flat)
             buckets.append(bucket)
+            if leaf is not None and policy.shard_params:
+                units.setdefault(leaf, []).append(bucket.index)
     for name, buffer in module.named_buffers():
         if buffer.numel():
             values = buffer.contiguous().view(-1)
             _from_rank0(values, groups, name)
             buffer.copy_(values.view(buffer.shape))
-    return Built(buckets, masters)
+    return Built(buckets, masters, units)
 
 
-_Key = tuple[torch.dtype, torch.dtype, bool, bool]
+_Key = tuple[torch.dtype, torch.dtype, bool, bool, str | None, str]
 
 
 def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list[tuple[str, nn.Parameter]]]]:
     """Parameters by what they must share to lie in one bucket, in order of registration."""
     found: dict[_Key, list[tuple[str, nn.Parameter]]] = {}
+    leaf_of: dict[int, str] = {}
+    if policy_for(rule.stage).shard_params:
+        for leaf, members in find_leaves(module, rule.leaf_module).items():
+            leaf_of.update((id(p), leaf) for m in members for p in m._parameters.values() if p is not None)
+    whole = _persistent(module, rule)
     for name, p in module.named_parameters():
         if not p.numel():
             continue
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
-        key = (p.dtype, dtype, p.requires_grad, p.numel() < rule.persistence_threshold)
+        part = rule.part(name) if rule.part is not None else ""
+        persistent = id(p) in whole
+        key = (p.dtype, dtype, p.requires_grad, persistent, None if persistent else leaf_of.get(id(p)), part)
         found.setdefault(key, []).append((name, p))
     return found.items()
 
 
-def _flatten(bucket: Bucket, source: torch.dtype) -> Tensor:
-    flat = torch.zeros(bucket.layout.padded, dtype=source, device=bucket.device)
+def _persistent(module: nn.Module, rule: ShardingRule) -> set[int]:
+    """Parameters that stay whole: those below the threshold, the smallest first, as far as the bound on them all allows."""
+    small = sorted((p for p in module.parameters() if p.numel() < rule.persistence_threshold), key=lambda p: p.numel())
+    chosen, total = set(), 0
+    for p in small:
+        total += p.numel()
+        if rule.persistent_total is not None and total > rule.persistent_total:
+            break
+        chosen.add(id(p))
+    return chosen
+
+
+def _flatten(bucket: Bucket, source: torch.dtype, keep: bool) -> Tensor:
+    """The bucket's values in one buffer; with `keep` in memory of the communicator, which may hold them for good."""
+    like = torch.empty(0, dtype=source, device=bucket.device)
+    flat = bucket.comm.empty(bucket.layout.padded, like) if keep else like.new_empty(bucket.layout.padded)
+    flat[bucket.layout.numel :].zero_()
     for p, spec in zip(bucket.params, bucket.layout.specs, strict=True):
         flat[spec.offset : spec.end].view(spec.shape).copy_(p.data)
         # The old memory can go now: peak memory is the model and one bucket.

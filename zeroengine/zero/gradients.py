@@ -15,11 +15,13 @@ from zeroengine.zero.pool import BufferPool
 @dataclass(frozen=True)
 class GradientRule:
     """How gradients are combined. `accumulate`: dtype of buffers and of the sum over micro-batches and ranks;
-    `wire`: dtype that travels; `scale`: factor on the sum over ranks (1/ranks for the mean)."""
+    `wire`: dtype that travels; `before`: factor on every contribution; `scale`: factor on the sum over ranks. Their
+    product is 1/ranks for the mean."""
 
     accumulate: torch.dtype
     wire: torch.dtype
     scale: float
+    before: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class BucketGradients:
 
     def add(self, index: int, grad: Tensor, alpha: float) -> None:
         """Adds alpha * grad of parameter `index`."""
+        alpha *= self.rule.before
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         buffer = self._opened()
@@ -107,7 +110,7 @@ class BucketGradients:
     def _at_home(self) -> Tensor:
         if self._home is None:
             layout, device = self.bucket.layout, self.bucket.device
-            self._home = torch.empty(layout.padded, dtype=self.rule.accumulate, device=device)
+            self._home = self._pool.take(layout.padded, self.rule.accumulate, device)
         return self._home
 
     # --- reducing -------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from zeroengine.comm.protocol import Communicator
+
 
 def storage_users(tensor: Tensor) -> int:
     """How many tensors or storages, in Python or in the autograd graph, refer to the memory of `tensor`."""
@@ -20,9 +22,11 @@ _ALONE = storage_users(torch.empty(1))
 
 class BufferPool:
     """Free 1-D buffers by (numel, dtype). A buffer is taken back only if nobody else still refers to its memory:
-    a view that a user kept stays valid for as long as it lives."""
+    a view that a user kept stays valid for as long as it lives. `source`: the communicator that reads the buffers, in
+    whose memory they are made; private memory without one."""
 
-    def __init__(self, keep: int = 2) -> None:
+    def __init__(self, source: Communicator | None = None, keep: int = 2) -> None:
+        self._source = source
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._keep = keep
 
@@ -31,6 +35,8 @@ class BufferPool:
         if device.type == "cpu" and free:
             return free.pop()
         with torch.inference_mode(False):  # it may be taken during evaluation and used again in training
+            if self._source is not None:
+                return self._source.empty(numel, torch.empty(0, dtype=dtype, device=device))
             return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:

@@ -8,15 +8,17 @@ is left at the end of a micro-batch is launched then, with zeros for what did no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import DivergenceError
+from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
+from zeroengine.zero.moved import MovedGradient, mark_for
 
 _IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
 _PATIENCE = 1.0  # seconds; longer means that a peer cannot launch yet, and waiting for it could be a deadlock
@@ -28,12 +30,15 @@ class Reducer:
 
     `scale`: factor on every contribution (1 / (accumulation steps * loss scale)), set by the engine before backward.
     `synchronize`: whether this backward may launch buckets whose gradients are kept whole (the last micro-batch).
+    `guided`: set while `engine.backward` runs; `plain` tells that a gradient came from elsewhere since the last step.
     """
 
     def __init__(self, gradients: list[BucketGradients], control: Communicator) -> None:
         self.gradients = gradients
         self.scale = 1.0
         self.synchronize = True
+        self.guided = False
+        self.plain = False
         self._control = control
         self._names = [spec.name for g in gradients for spec in g.bucket.layout.specs]
         self._order = list(reversed(range(len(gradients))))
@@ -45,9 +50,11 @@ class Reducer:
         self._backwards = 0  # micro-batches since the last step
         self._dirty = False  # a backward ran in this micro-batch
         self._patient = True
+        self._settled = False  # `finish` has been here since the last gradient
         self._handles: list[Any] = []
         for position, g in enumerate(gradients):
             for index, p in enumerate(g.bucket.params):
+                self._handles.append(p.register_hook(_unmark(p)))
                 self._handles.append(p.register_post_accumulate_grad_hook(self._hook(position, index)))
 
     # --- during backward ------------------------------------------------------------------------------------------
@@ -55,13 +62,20 @@ class Reducer:
     def _hook(self, position: int, index: int) -> Callable[[nn.Parameter], None]:
         g = self.gradients[position]
         name = g.bucket.layout.specs[index].name
+        mark: MovedGradient | None = None
 
         def on_gradient(param: Tensor) -> None:
-            grad = param.grad
-            if grad is None:
-                return
-            param.grad = None
+            nonlocal mark
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = param.grad
+                if grad is None:
+                    return
+                if mark is None or mark.dtype is not param.dtype:
+                    mark = mark_for(g.bucket.params[index])
+                param.grad = mark
             self._dirty = True
+            self._settled = False
+            self.plain |= not self.guided
             with torch.no_grad():
                 g.add(index, grad.detach(), self.scale)
             self._used.add(name)
@@ -111,6 +125,7 @@ class Reducer:
     def mark_backward(self) -> None:
         """A backward belongs to the running micro-batch, even if it reaches no parameter."""
         self._dirty = True
+        self._settled = False
 
     def next_micro_batch(self) -> None:
         """Ends the running micro-batch, if it had a backward: launches the sharded buckets that did not complete, and
@@ -142,14 +157,18 @@ class Reducer:
             g.wait()
         self._launched.clear()
 
-    def finish(self) -> frozenset[str]:
-        """Completes the step's reductions; names of the parameters that got a gradient on some rank. Collective."""
+    def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
+        """Completes the step's reductions. Returns the names of the parameters that got a gradient on some rank, and the
+        largest of the ranks' `marks` (any facts to be agreed on, equally many on all ranks). Collective."""
+        self._check_marks()
         self.synchronize = True
-        self._flush()
-        self._end_micro_batch()
+        if not self._settled:
+            self._flush()
+            self._end_micro_batch()
+        self._settled = True
         late = [int(g.pending) for g in self.gradients]
         used = [int(n in self._used) for n in self._names]
-        facts = torch.tensor([self._backwards, -self._backwards, *late, *used], dtype=torch.int32)
+        facts = torch.tensor([self._backwards, -self._backwards, *late, *used, *marks], dtype=torch.int32)
         self._control.all_reduce(facts, "micro-batches and used parameters of the step", op="max").wait()
         most, least, *flags = facts.tolist()
         self._check_counts(most, -least)
@@ -163,7 +182,9 @@ class Reducer:
             if work is not None:
                 work.wait()
         self._agree_on_order()
-        return frozenset(n for n, flag in zip(self._names, flags[len(self.gradients) :], strict=True) if flag)
+        flags = flags[len(self.gradients) :]
+        names = frozenset(n for n, flag in zip(self._names, flags[: len(used)], strict=True) if flag)
+        return names, flags[len(used) :]
 
     def forget(self) -> None:
         """Drops the gradients of a step that is given up. Collective if a backward ran: one rank may have launched what
@@ -177,13 +198,48 @@ class Reducer:
         for g in self.gradients:
             g.clear()
         self._launched.clear()
+        self._unmark_all()
         self._used.clear()
-        self._next, self._backwards, self._dirty, self._patient = 0, 0, False, True
+        self.plain = False
+        self._next, self._backwards, self._dirty, self._patient, self._settled = 0, 0, False, True, False
+
+    def count_as_used(self, bucket: Bucket, index: int) -> None:
+        """Parameter `index` of `bucket` was given a gradient by hand, after `finish`."""
+        self._used.add(bucket.layout.specs[index].name)
+        with torch._C.DisableTorchFunctionSubclass():
+            if bucket.params[index].grad is None:
+                bucket.params[index].grad = mark_for(bucket.params[index])
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _check_marks(self) -> None:
+        """`.grad` is what the engine left there; whatever else the user put there would have no effect."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for g in self.gradients:
+                for p, spec in zip(g.bucket.params, g.bucket.layout.specs, strict=True):
+                    if p.grad is None:
+                        if spec.name in self._used:
+                            raise ModelError(
+                                f"`.grad` of parameter '{spec.name}' was set to None after backward (module.zero_grad()?), but "
+                                "the engine holds the gradient and would apply it; to forget the gradients of a step call "
+                                "engine.zero_grad() or optimizer.zero_grad() of the engine's optimizer"
+                            )
+                    elif type(p.grad) is not MovedGradient:
+                        raise ModelError(
+                            f"`.grad` of parameter '{spec.name}' was assigned, which has no effect: the engine sums gradients in "
+                            "its buckets; set it with zeroengine.utils.safe_set_full_grad(param, value) after backward, or "
+                            "change it in a hook (param.register_hook)"
+                        )
+
+    def _unmark_all(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for g in self.gradients:
+                for p, spec in zip(g.bucket.params, g.bucket.layout.specs, strict=True):
+                    if spec.name in self._used and type(p.grad) is MovedGradient:
+                        p.grad = None
 
     def _check_counts(self, most: int, least: int) -> None:
         if most == least:
@@ -208,6 +264,17 @@ class Reducer:
         if order.numel():
             self._control.broadcast(order, 0, "order of gradient buckets").wait()
         self._order = [int(i) for i in order]
+
+
+def _unmark(param: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that runs before autograd adds to `.grad`, which must not find the mark there."""
+
+    def before(_: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if type(param.grad) is MovedGradient:
+                param.grad = None
+
+    return before
 
 
 def _ranges(ranks: list[int]) -> str:

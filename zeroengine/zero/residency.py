@@ -10,6 +10,7 @@ memory and never a plausible value.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +29,11 @@ class ValueSource(Protocol):
     def using(self, param: ReleasedParameter, function: str) -> AbstractContextManager[None]:
         """Context of one operation that reads `param`: its values are whole inside, and what autograd saves of them is a
         reference into the bucket. Raises `ReleasedParameterError` where they may not be gathered."""
+        ...
+
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        """Makes `values` (whole, equal on all ranks) the values of `param` without gathering it: each rank keeps its part.
+        False if the values are in use now, or autograd would have to see it."""
         ...
 
 
@@ -66,7 +72,7 @@ def _setters(*names: str) -> list[Any]:
 
 
 # Operations that need no values.
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     _getters(
         "shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "names", "_version",
         "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu",
@@ -83,6 +89,10 @@ _METADATA: frozenset[Any] = frozenset(
         torch.result_type, _T.is_inference, torch.is_inference, _T.type,
     ]
 )  # fmt: skip
+
+
+# `nn.Parameter(other_parameter)` insists that `detach` gives the class of the other, which parametrizations rely on.
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
@@ -102,7 +112,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
+            if func in METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
                 return func(*args, **kwargs)
             if func is _T.__repr__:
                 p = args[0]
@@ -112,11 +122,47 @@ class ReleasedParameter(nn.Parameter):
                 return _contiguous_strides(args[0].shape)
             if func is _T.is_contiguous:
                 return True
+            if func is _T.copy_ and isinstance(args[0], ReleasedParameter) and _copied(args[0], *args[1:], **kwargs):
+                return args[0]
             with ExitStack() as uses:
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, ReleasedParameter) and leaf._zero.source is not None:
-                        uses.enter_context(leaf._zero.source.using(leaf, getattr(func, "__name__", str(func))))
-                return func(*args, **kwargs)
+                for leaf, source in _sources(tree_leaves((args, kwargs))):
+                    uses.enter_context(source.using(leaf, getattr(func, "__name__", str(func))))
+                result = func(*args, **kwargs)
+                if func is _T.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+                    return _T._make_subclass(args[0]._zero.cls, result)
+                return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy_of = getattr(self._zero.source, "copy_of", None)
+        if copy_of is None:
+            return nn.Parameter.__deepcopy__(self, memo)
+        result: nn.Parameter = copy_of(self)
+        memo[id(self)] = result
+        return result
+
+
+def _sources(leaves: list[Any]) -> list[tuple[Any, ValueSource]]:
+    """The parameters among `leaves` to ask for, and whom. Those that are whole already, of a source that may release them
+    when it brings another, come first."""
+    whole: list[tuple[Any, ValueSource]] = []
+    released: list[tuple[Any, ValueSource]] = []
+    for leaf in leaves:
+        slot = slot_of(leaf) if isinstance(leaf, nn.Parameter) else None
+        if slot is None or slot.source is None:
+            continue
+        if isinstance(leaf, ReleasedParameter):
+            released.append((leaf, slot.source))
+        elif getattr(slot.source, "whole_on_use", False):
+            whole.append((leaf, slot.source))
+    return whole + released
+
+
+def _copied(param: ReleasedParameter, src: Any, non_blocking: bool = False) -> bool:
+    """`param.copy_(src)`, as `load_state_dict` calls it, done on the shards."""
+    source = param._zero.source
+    if source is None or not isinstance(src, Tensor) or isinstance(src, ReleasedParameter):
+        return False
+    return source.write(param, src)
 
 
 def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError, ReleasedParameterError
 from zeroengine.zero.bucket import Bucket, Residency
@@ -31,7 +32,7 @@ class SavedSlice:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
-    version: int
+    version: tuple[int, int]
 
 
 class SavedOther:
@@ -66,7 +67,8 @@ class _Pack:
         bucket = self.sharder.bucket_of(t)
         if bucket is None or t.dtype is not bucket.dtype or t.is_conj() or t.is_neg():
             return self.other(t)
-        return SavedSlice(bucket, int(t.storage_offset()), t.shape, t.stride(), bucket.version)
+        offset = int(t.storage_offset())
+        return SavedSlice(bucket, offset, t.shape, t.stride(), bucket.version_of(offset))
 
 
 def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -74,12 +76,33 @@ def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | No
     return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
 
 
+GatherUnit = list[Bucket]
+"""Buckets that are gathered and released together: one, or all those of a leaf of `leaves.py`."""
+
+
+def gather_units(buckets: list[Bucket], leaves: dict[str, list[int]]) -> list[GatherUnit]:
+    """Units in order of their first bucket. `leaves`: indices of the buckets that belong together."""
+    together = {i: members for members in leaves.values() for i in members}
+    return [
+        [buckets[i] for i in together.get(b.index, [b.index])] for b in buckets if b.index == together.get(b.index, [b.index])[0]
+    ]
+
+
+def _gathered(unit: GatherUnit) -> bool:
+    return any(b.residency is not Residency.RELEASED for b in unit)
+
+
+def _pinned(unit: GatherUnit) -> bool:
+    return any(b.pins for b in unit)
+
+
 @dataclass
 class _Unit:
-    """A module that owns sharded parameters itself, and their buckets."""
+    """A module that owns sharded parameters itself, and their buckets; `leaf` is one of the leaf that it holds."""
 
     params: list[nn.Parameter]
     buckets: list[Bucket]
+    leaf: Bucket | None = None
 
 
 @dataclass
@@ -90,6 +113,7 @@ class _Frame:
     active: list[nn.Parameter]
     pinned: list[Bucket]
     hooks: contextlib.ExitStack
+    leaf: Bucket | None
 
 
 def in_backward() -> bool:
@@ -99,14 +123,21 @@ def in_backward() -> bool:
 class Sharder:
     """Owns the buckets whose values are sharded and the hooks on `module`."""
 
-    def __init__(self, module: nn.Module, buckets: list[Bucket], window: GatherWindow) -> None:
+    def __init__(
+        self, module: nn.Module, buckets: list[Bucket], window: GatherWindow, leaves: dict[str, list[int]] | None = None
+    ) -> None:
         self.module = module
         self.buckets = buckets
         self._window = window
+        self._leaves = leaves or {}
+        self._units = gather_units(buckets, self._leaves)
+        self._unit_of = {bucket.index: i for i, unit in enumerate(self._units) for bucket in unit}
+        self._last: tuple[str, int] | None = None  # the use before: phase and unit
         self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._backward_running = False
+        self.optimizer: Any = None  # what updates the buckets, for those who come from a parameter
         self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
         for bucket in buckets:
             for p in bucket.params:
@@ -123,25 +154,38 @@ class Sharder:
         if not bucket.policy.shard_params:
             return
         phase = self._phase()
-        keep, fetch = self._window.visit(
-            phase, bucket.index, lambda i: self.buckets[i].residency is not Residency.RELEASED
-        )
-        for other in self.buckets:
-            if other.residency is not Residency.RELEASED and other.index not in keep and not other.pins:
-                other.release()
-        bucket.gather()
-        for i in fetch:
-            self.buckets[i].gather()
-        bucket.wait()
-        self._remember(bucket)
+        index = self._unit_of[bucket.index]
+        unit = self._units[index]
+        # Ranks may use other parts of a unit in another number, and must take the same decisions all the same.
+        if all(b.residency is Residency.WHOLE for b in unit) and (self._last == (phase, index) or _pinned(unit)):
+            return
+        self._last = phase, index
+        keep, fetch = self._window.visit(phase, index, lambda i: _gathered(self._units[i]))
+        for i, other in enumerate(self._units):
+            if i not in keep and _gathered(other) and not _pinned(other):
+                for b in other:
+                    b.release()
+        for b in (*unit, *(b for i in fetch for b in self._units[i])):
+            b.gather()
+        for b in unit:
+            b.wait()
+            self._remember(b)
 
     def edited(self, bucket: Bucket) -> None:
         """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
         if bucket.full is not None and bucket.policy.shard_params:
             bucket.shard.copy_(bucket.full[bucket.own])
         bucket.version += 1
+        bucket.forget_edit()
         if self.on_edit is not None:
             self.on_edit(bucket)
+
+    def drop_edits(self, buckets: list[Bucket]) -> None:
+        """What was written into gathered values of `buckets` is given up."""
+        for bucket in buckets:
+            if bucket.full is not None and bucket.policy.shard_params:
+                bucket.full[bucket.own].copy_(bucket.shard)
+                bucket.forget_edit()
 
     def release_all(self) -> None:
         """Releases everything that nobody has pinned."""
@@ -203,9 +247,19 @@ class Sharder:
         if in_backward():
             if not self._backward_running:
                 self._backward_running = True
+                self._last = None
                 self._window.restart("backward")
             return "backward"
         return "train" if torch.is_grad_enabled() else "eval"
+
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        slot = slot_of(param)
+        if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
+            return False
+        bucket: Bucket = slot.bucket
+        bucket.release()
+        bucket.write(slot.index, values)
+        return True
 
     # --- ValueSource (residency.py), and what autograd saves ----------------------------------------------------
 
@@ -266,10 +320,10 @@ class Sharder:
 
     def _restore(self, saved: SavedSlice) -> Tensor:
         bucket = saved.bucket
-        if bucket.version != saved.version:
+        if bucket.version_of(saved.offset) != saved.version:
             raise RuntimeError(
-                f"parameters {bucket.subject} were updated between the forward and the backward that reads them; run "
-                "backward before step"
+                f"parameters {bucket.subject} were updated or edited in place between the forward and the backward "
+                "that reads them; run backward before step"
             )
         self.use(bucket)
         if bucket.full is None:
@@ -279,6 +333,7 @@ class Sharder:
     # --- hooks --------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
+        holders = self._holders()
         for module in self.module.modules():
             unit = _Unit([], [])
             for p in module._parameters.values():
@@ -287,16 +342,33 @@ class Sharder:
                     unit.params.append(p)
                     if slot.bucket not in unit.buckets:
                         unit.buckets.append(slot.bucket)
+            if module in holders:
+                unit.leaf = holders[module]
+                members = self._units[self._unit_of[unit.leaf.index]]
+                unit.buckets += [b for b in members if b not in unit.buckets]
             if unit.buckets or module is self.module:
                 self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
                 self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
+
+    def _holders(self) -> dict[nn.Module, Bucket]:
+        """For each leaf the module that gathers it when it runs and keeps it until it is done, whichever parts run: the leaf,
+        or what is around a mere list. With one bucket of it."""
+        found: dict[nn.Module, Bucket] = {}
+        for name, members in self._leaves.items():
+            holder = self.module.get_submodule(name)
+            while isinstance(holder, (nn.ModuleList, nn.ModuleDict)) and name:
+                name = name.rpartition(".")[0]
+                holder = self.module.get_submodule(name)
+            found[holder] = self.buckets[members[0]]
+        return found
 
     def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
                 self._backward_running = False
+                self._last = None
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
-            frame = _Frame(module, [], [], contextlib.ExitStack())
+            frame = _Frame(module, [], [], contextlib.ExitStack(), unit.leaf)
             self._frames.append(frame)
             for bucket in unit.buckets:
                 self.use(bucket)
@@ -322,9 +394,22 @@ class Sharder:
             for bucket in frame.pinned:
                 bucket.pins -= 1
             if frame.module is module:
+                if frame.leaf is not None:
+                    self._gather_in_backward(frame.leaf, output)
                 break
         if not self._frames and not in_backward():
             self.release_all()
+
+    def _gather_in_backward(self, bucket: Bucket, output: Any) -> None:
+        """Backward of a leaf begins with its gather on every rank, also where no part of it that ran has weights to read."""
+
+        def gather(_: Tensor) -> None:
+            if self._handles:
+                self.use(bucket)
+
+        for t in tree_leaves(output):
+            if isinstance(t, Tensor) and t.requires_grad:
+                t.register_hook(gather)
 
     def remove(self) -> None:
         """Takes all hooks off and gives the parameters their own memory. Collective if values are sharded."""

@@ -1,0 +1,83 @@
+"""The job of a process in `benchmarks.collectives`: one collective of one system at a time, on all ranks together."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm import Fabric, all_gather_into_tensor, init_distributed, reduce_scatter_tensor
+
+SYSTEMS = ("shared", "staged", "gloo", "memcpy")
+
+
+class MovingJob:
+    """`shared`: our collectives on memory from `Communicator.empty`; `staged`: on ordinary memory; `gloo`: the process
+    group's own; `memcpy`: one copy of the full tensor on every rank at once, as a measure of the machine.
+
+    fp32; a size is that of the full tensor in bytes.
+    """
+
+    def __init__(self, sizes: list[int]):
+        init_distributed(verbose=False)
+        self.comm = Fabric().communicator("benchmark")
+        self.full: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        like = torch.empty(0)
+        for size in sizes:
+            numel = size // 4 // self.comm.size * self.comm.size
+            for system in SYSTEMS:
+                make = self.comm.empty if system == "shared" else _ordinary
+                self.full[system, size] = (make(numel, like).fill_(1.0), make(numel, like).fill_(1.0))
+
+    def ready(self) -> dict[str, Any]:
+        return {"moves_over": getattr(self.comm, "moves_over", "nothing"), "torch": torch.__version__}
+
+    def turn(self, system: str, operation: str, size: int, repeats: int) -> dict[str, Any]:
+        """Seconds of each repetition, from a barrier to the end on this rank."""
+        full, other = self.full[system, size]
+        seconds = []
+        for _ in range(repeats):
+            self.comm.barrier("start")
+            start = time.perf_counter()
+            if system == "memcpy":
+                other.copy_(full)
+            elif system == "gloo":
+                self._gloo(operation, full, other)
+            else:
+                self._ours(operation, full, other)
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds}
+
+    def _ours(self, operation: str, full: torch.Tensor, other: torch.Tensor) -> None:
+        comm, shard = self.comm, other[: full.numel() // self.comm.size]
+        if operation == "all_gather":
+            work = comm.all_gather(full, shard, operation)
+        elif operation == "reduce_scatter":
+            work = comm.reduce_scatter(shard, full, operation, scale=1 / comm.size)
+        elif operation == "all_reduce":
+            work = comm.all_reduce(full, operation, scale=1 / comm.size)
+        elif operation == "broadcast":
+            work = comm.broadcast(full, 0, operation)
+        else:
+            work = comm.all_to_all(other, full, operation)
+        work.wait()
+
+    def _gloo(self, operation: str, full: torch.Tensor, other: torch.Tensor) -> None:
+        shard = other[: full.numel() // self.comm.size]
+        if operation == "all_gather":
+            all_gather_into_tensor(full, shard)
+        elif operation == "reduce_scatter":
+            reduce_scatter_tensor(shard, full)
+        elif operation == "all_reduce":
+            dist.all_reduce(full)
+            full.div_(self.comm.size)
+        elif operation == "broadcast":
+            dist.broadcast(full, 0)
+        else:
+            dist.all_to_all_single(other, full)
+
+
+def _ordinary(numel: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(numel, dtype=like.dtype)

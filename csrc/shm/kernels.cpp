@@ -1,0 +1,382 @@
+#include "kernels.h"
+
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ze::shm {
+namespace {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Half {
+    uint16_t bits;
+};
+
+// The type in which elements of a type are added; every result is rounded back.
+template <class T>
+struct Arithmetic {
+    using type = T;
+};
+template <>
+struct Arithmetic<BFloat16> {
+    using type = float;
+};
+template <>
+struct Arithmetic<Half> {
+    using type = float;
+};
+template <class T>
+using arithmetic_t = typename Arithmetic<T>::type;
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float widen(BFloat16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
+
+inline BFloat16 narrow(float value) {
+    const uint32_t bits = to_bits(value);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return {static_cast<uint16_t>(nan ? 0x7fc0u : rounded)};
+}
+
+constexpr int kBlock = 512;  // elements of a block: the partial sums of all levels stay in the first-level cache
+constexpr int kLevels = 33;
+constexpr size_t kAlign = 64;
+
+// -- blocks: values of type T to and from its arithmetic type --------------------------------------------------------
+
+template <class T>
+inline void load(const T* source, arithmetic_t<T>* target, int n) {
+    std::memcpy(target, source, static_cast<size_t>(n) * sizeof(T));
+}
+
+template <>
+inline void load(const BFloat16* source, float* target, int n) {
+    for (int i = 0; i < n; ++i) target[i] = widen(source[i]);
+}
+
+template <class T>
+inline void store(const arithmetic_t<T>* source, T* target, int n) {
+    std::memcpy(target, source, static_cast<size_t>(n) * sizeof(T));
+}
+
+template <>
+inline void store(const float* source, BFloat16* target, int n) {
+    for (int i = 0; i < n; ++i) target[i] = narrow(source[i]);
+}
+
+#if defined(__F16C__)
+// Tails go through a whole vector of padding: the same instruction, hence the same bits, for every element.
+template <>
+inline void load(const Half* source, float* target, int n) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        _mm256_storeu_ps(target + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
+    }
+    if (i < n) {
+        uint16_t in[8] = {};
+        float out[8];
+        std::memcpy(in, source + i, static_cast<size_t>(n - i) * 2);
+        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in))));
+        std::memcpy(target + i, out, static_cast<size_t>(n - i) * 4);
+    }
+}
+
+template <>
+inline void store(const float* source, Half* target, int n) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT));
+    }
+    if (i < n) {
+        float in[8] = {};
+        uint16_t out[8];
+        std::memcpy(in, source + i, static_cast<size_t>(n - i) * 4);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
+        std::memcpy(target + i, out, static_cast<size_t>(n - i) * 2);
+    }
+}
+#else
+inline float widen_half(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
+    const uint32_t exponent = (h >> 10) & 0x1fu, fraction = h & 0x3ffu;
+    if (exponent == 0) {
+        const float small = static_cast<float>(fraction) * from_bits(0x33800000u);  // 2^-24
+        return from_bits(to_bits(small) | sign);
+    }
+    if (exponent == 31) return from_bits(sign | 0x7f800000u | (fraction << 13));
+    return from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
+}
+
+inline uint16_t narrow_half(float value) {
+    const uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u;
+    const uint32_t size = bits & 0x7fffffffu;
+    if (size > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+    if (size >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above
+    if (size < 0x38800000u) {  // below 2^-14: adding 0.5 lets the sum's last place be 2^-24
+        const float shifted = from_bits(size) + 0.5f;
+        return static_cast<uint16_t>(sign | (to_bits(shifted) - 0x3f000000u));
+    }
+    return static_cast<uint16_t>(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13));
+}
+
+template <>
+inline void load(const Half* source, float* target, int n) {
+    for (int i = 0; i < n; ++i) target[i] = widen_half(source[i].bits);
+}
+
+template <>
+inline void store(const float* source, Half* target, int n) {
+    for (int i = 0; i < n; ++i) target[i] = {narrow_half(source[i])};
+}
+#endif
+
+template <class T>
+inline void round_block(arithmetic_t<T>* values, int n) {
+    if constexpr (!std::is_same_v<T, arithmetic_t<T>>) {
+        T rounded[kBlock];
+        store(values, rounded, n);
+        load(rounded, values, n);
+    }
+}
+
+// Elements of type W in T's arithmetic type, for a T that holds all values of W.
+template <class W, class T>
+inline void load_as(const W* source, arithmetic_t<T>* target, int n) {
+    if constexpr (std::is_same_v<W, T>) {
+        load(source, target, n);
+    } else {
+        arithmetic_t<W> wide[kBlock];
+        load(source, wide, n);
+        for (int i = 0; i < n; ++i) target[i] = static_cast<arithmetic_t<T>>(wide[i]);
+    }
+}
+
+template <class A>
+inline A plus(A a, A b) {
+    if constexpr (std::is_integral_v<A>) {  // wraps around, as torch's sums do
+        using U = std::make_unsigned_t<A>;
+        return static_cast<A>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+    } else {
+        return a + b;
+    }
+}
+
+template <class T>
+inline void add(arithmetic_t<T>* __restrict__ to, const arithmetic_t<T>* __restrict__ from, int n) {
+    for (int i = 0; i < n; ++i) to[i] = plus(to[i], from[i]);
+    round_block<T>(to, n);
+}
+
+// -- copies
+// ----------------------------------------------------------------------------------------------------------------
+
+// From here on a copy does not fit into the caches beside what else is in use, and stores go past them: they need not
+// read the target first.
+constexpr size_t kStream = size_t{4} << 20;
+
+#if defined(__AVX__)
+void stream(char* target, const char* source, size_t bytes) {
+    const size_t head = (32 - reinterpret_cast<uintptr_t>(target) % 32) % 32;
+    std::memcpy(target, source, head);
+    target += head, source += head, bytes -= head;
+    for (; bytes >= 128; target += 128, source += 128, bytes -= 128) {
+        _mm_prefetch(source + 1024, _MM_HINT_NTA);
+        _mm_prefetch(source + 1088, _MM_HINT_NTA);
+        const __m256i* from = reinterpret_cast<const __m256i*>(source);
+        __m256i* to = reinterpret_cast<__m256i*>(target);
+        const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1);
+        const __m256i c = _mm256_loadu_si256(from + 2), d = _mm256_loadu_si256(from + 3);
+        _mm256_stream_si256(to, a);
+        _mm256_stream_si256(to + 1, b);
+        _mm256_stream_si256(to + 2, c);
+        _mm256_stream_si256(to + 3, d);
+    }
+    _mm_sfence();
+    std::memcpy(target, source, bytes);
+}
+
+inline void fence() { _mm_sfence(); }
+
+// A whole block to an aligned target.
+template <class T>
+inline void store_past_caches(const arithmetic_t<T>* source, T* target) {
+    alignas(kAlign) T block[kBlock];
+    store(source, block, kBlock);
+    const __m256i* from = reinterpret_cast<const __m256i*>(block);
+    __m256i* to = reinterpret_cast<__m256i*>(target);
+    constexpr size_t vectors = kBlock * sizeof(T) / 32;
+    for (size_t i = 0; i < vectors; ++i) _mm256_stream_si256(to + i, _mm256_load_si256(from + i));
+}
+#else
+inline void fence() {}
+
+template <class T>
+inline void store_past_caches(const arithmetic_t<T>* source, T* target) {
+    store(source, target, kBlock);
+}
+#endif
+
+// -- the sum
+// -------------------------------------------------------------------------------------------------------------
+
+// Sums of two and four rows whose type needs no rounding, in one pass.
+template <class T>
+inline void sum_rows(const T* const* rows, int n, size_t at, T* __restrict__ total, int count) {
+    const T *a = rows[0] + at, *b = rows[1] + at;
+    if (n == 2) {
+        for (int i = 0; i < count; ++i) total[i] = plus(a[i], b[i]);
+        return;
+    }
+    const T *c = rows[2] + at, *d = rows[3] + at;
+    for (int i = 0; i < count; ++i) total[i] = plus(plus(a[i], b[i]), plus(c[i], d[i]));
+}
+
+template <class W, class T>
+inline void sum_levels(const W* const* rows, int n, size_t at, arithmetic_t<T> (*partial)[kBlock], int count) {
+    alignas(kAlign) arithmetic_t<T> other[kBlock];
+    int top = 0;
+    for (int r = 0; r < n; r += 2) {
+        load_as<W, T>(rows[r] + at, partial[top], count);
+        if (r + 1 < n) {
+            load_as<W, T>(rows[r + 1] + at, other, count);
+            add<T>(partial[top], other, count);
+        }
+        ++top;
+        // as many neighbouring sums are complete as the number of pairs has trailing ones
+        for (int pairs = r / 2; pairs & 1; pairs >>= 1) {
+            --top;
+            add<T>(partial[top - 1], partial[top], count);
+        }
+    }
+    for (; top > 1; --top) add<T>(partial[top - 2], partial[top - 1], count);
+}
+
+// Rows come from memory one block after another: asking for what is two blocks ahead covers the wait, also across
+// pages, where the hardware stops.
+template <class W>
+inline void prefetch(const W* row, size_t at, size_t count) {
+    const size_t ahead = at + 2 * kBlock;
+    if (ahead + kBlock > count) return;
+    const char* from = reinterpret_cast<const char*>(row + ahead);
+    for (size_t i = 0; i < kBlock * sizeof(W); i += 64) __builtin_prefetch(from + i);
+}
+
+template <class W, class T>
+void sum_of(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate) {
+    using A = arithmetic_t<T>;
+    alignas(kAlign) A partial[kLevels][kBlock];
+    alignas(kAlign) A before[kBlock];
+    A* total = partial[0];
+    T* target = static_cast<T*>(out);
+    const W* const* rows = reinterpret_cast<const W* const*>(sources);
+    const bool past_caches =
+        !accumulate && count * sizeof(T) >= kStream && reinterpret_cast<uintptr_t>(out) % sizeof(T) == 0;
+    // the first block ends where the target is aligned
+    size_t here = past_caches ? (kAlign - reinterpret_cast<uintptr_t>(out) % kAlign) % kAlign / sizeof(T) : 0;
+    if (here == 0) here = kBlock;
+    for (size_t at = 0; at < count; at += here, here = kBlock) {
+        const int size = static_cast<int>(count - at < here ? count - at : here);
+        for (int r = 0; r < n; ++r) prefetch(rows[r], at, count);
+        if constexpr (std::is_same_v<W, T> && std::is_same_v<T, A>) {
+            if (n == 2 || n == 4) {
+                sum_rows(rows, n, at, total, size);
+            } else {
+                sum_levels<W, T>(rows, n, at, partial, size);
+            }
+        } else {
+            sum_levels<W, T>(rows, n, at, partial, size);
+        }
+        if constexpr (!std::is_integral_v<A>) {
+            if (scale != 1.0) {
+                const A factor = static_cast<A>(scale);
+                for (int i = 0; i < size; ++i) total[i] *= factor;
+                round_block<T>(total, size);
+            }
+        }
+        if (accumulate) {
+            load(target + at, before, size);
+            add<T>(total, before, size);
+        }
+        if (past_caches && size == kBlock) {
+            store_past_caches<T>(total, target + at);
+        } else {
+            store(total, target + at, size);
+        }
+    }
+    fence();
+}
+
+using Sum = void (*)(void*, const void* const*, int, size_t, double, bool);
+
+template <class W, class T>
+constexpr Sum floats() {
+    return &sum_of<W, T>;
+}
+
+Sum find_sum(int wire, int type) {
+    // [wire][type]: the type holds all values of the wire
+    static constexpr Sum mixed[4][4] = {
+        {floats<float, float>(), floats<float, double>(), nullptr, nullptr},
+        {nullptr, floats<double, double>(), nullptr, nullptr},
+        {floats<BFloat16, float>(), floats<BFloat16, double>(), floats<BFloat16, BFloat16>(), nullptr},
+        {floats<Half, float>(), floats<Half, double>(), nullptr, floats<Half, Half>()},
+    };
+    if (wire < 0 || type < 0 || wire >= kTypes || type >= kTypes) return nullptr;
+    if (wire < 4 && type < 4) return mixed[wire][type];
+    if (wire != type) return nullptr;
+    switch (type) {
+        case kInt8:
+            return &sum_of<int8_t, int8_t>;
+        case kUInt8:
+            return &sum_of<uint8_t, uint8_t>;
+        case kInt16:
+            return &sum_of<int16_t, int16_t>;
+        case kInt32:
+            return &sum_of<int32_t, int32_t>;
+        case kInt64:
+            return &sum_of<int64_t, int64_t>;
+        default:
+            return nullptr;
+    }
+}
+
+}  // namespace
+
+size_t type_bytes(int type) {
+    static constexpr size_t bytes[kTypes] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
+    return bytes[type];
+}
+
+bool can_sum(int wire, int type) { return find_sum(wire, type) != nullptr; }
+
+void copy(void* target, const void* source, size_t bytes) {
+    if (target == source || bytes == 0) return;
+#if defined(__AVX__)
+    if (bytes >= kStream) return stream(static_cast<char*>(target), static_cast<const char*>(source), bytes);
+#endif
+    std::memcpy(target, source, bytes);
+}
+
+void sum(void* out, const void* const* rows, int n, size_t count, int wire, int type, double scale, bool accumulate) {
+    find_sum(wire, type)(out, rows, n, count, scale, accumulate);
+}
+
+}  // namespace ze::shm

@@ -1,0 +1,115 @@
+// The plain C interface. Addresses are passed as int64; functions return a Status unless said otherwise.
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "../ze/export.h"
+#include "collectives.h"
+#include "kernels.h"
+
+using namespace ze::shm;
+
+namespace {
+
+template <class T>
+T* pointer(int64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+// -- memory
+// -----------------------------------------------------------------------------------------------------------------
+
+// The address at which `bytes` of the file are mapped, or -errno.
+ZE_EXPORT int64_t ze_shm_map(int fd, int64_t bytes, int writable) {
+    void* at = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | (writable ? PROT_WRITE : 0),
+                    MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (at == MAP_FAILED) return -errno;
+    return reinterpret_cast<int64_t>(at);
+}
+
+ZE_EXPORT int ze_shm_unmap(int64_t address, int64_t bytes) {
+    return munmap(pointer<void>(address), static_cast<size_t>(bytes)) == 0 ? 0 : errno;
+}
+
+// Gives the pages of a range back to the system, for every process that maps it; they read as zeros afterwards.
+ZE_EXPORT int ze_shm_discard(int fd, int64_t offset, int64_t bytes) {
+    return fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes) == 0 ? 0 : errno;
+}
+
+// -- groups
+// -----------------------------------------------------------------------------------------------------------------
+
+// Bytes of a control block and its staging area.
+ZE_EXPORT int64_t ze_shm_control_bytes(int64_t half) { return Group::control_bytes() + 2 * half; }
+
+ZE_EXPORT void ze_shm_control_clear(int64_t address) { std::memset(pointer<void>(address), 0, Group::control_bytes()); }
+
+ZE_EXPORT int64_t ze_shm_group_new(int size, int rank, const int64_t* bases, const int64_t* controls,
+                                   int64_t arena_bytes, int64_t half, int spin) {
+    return reinterpret_cast<int64_t>(new Group(size, rank, bases, controls, arena_bytes, half, spin));
+}
+
+// Only when no operation runs.
+ZE_EXPORT void ze_shm_group_delete(int64_t group) { delete pointer<Group>(group); }
+
+// Operations of this rank end soon, with kInterrupted. For good.
+ZE_EXPORT void ze_shm_interrupt(int64_t group) { pointer<Group>(group)->interrupt(); }
+
+ZE_EXPORT void ze_shm_announce(int64_t group, const int64_t* header, const char* text) {
+    pointer<Group>(group)->announce(header, text);
+}
+
+// What `rank` announced for the operation that diverged.
+ZE_EXPORT void ze_shm_announced(int64_t group, int rank, int64_t* header, char* text) {
+    const Slot& slot = pointer<Group>(group)->slot(rank);
+    std::memcpy(header, slot.header, sizeof slot.header);
+    std::memcpy(text, slot.text, sizeof slot.text);
+}
+
+ZE_EXPORT int ze_shm_finish(int64_t group) { return pointer<Group>(group)->finish(); }
+
+// -- collectives
+// ------------------------------------------------------------------------------------------------------------
+
+ZE_EXPORT int ze_shm_can_sum(int wire, int type) { return can_sum(wire, type) ? 1 : 0; }
+
+ZE_EXPORT int ze_shm_all_gather(int64_t group, int64_t full, int64_t shard, int64_t bytes) {
+    return all_gather(*pointer<Group>(group), pointer<char>(full), pointer<char>(shard), static_cast<size_t>(bytes));
+}
+
+ZE_EXPORT int ze_shm_reduce_scatter(int64_t group, int64_t out, int64_t full, int64_t count, int wire, int type,
+                                    double scale, int accumulate) {
+    return reduce_scatter(*pointer<Group>(group), pointer<char>(out), pointer<char>(full), static_cast<size_t>(count),
+                          wire, type, scale, accumulate != 0);
+}
+
+ZE_EXPORT int ze_shm_all_reduce(int64_t group, int64_t data, int64_t count, int type, double scale) {
+    return all_reduce(*pointer<Group>(group), pointer<char>(data), static_cast<size_t>(count), type, scale);
+}
+
+ZE_EXPORT int ze_shm_broadcast(int64_t group, int64_t data, int64_t bytes, int src) {
+    return broadcast(*pointer<Group>(group), pointer<char>(data), static_cast<size_t>(bytes), src);
+}
+
+ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, const int64_t* input_offset,
+                                const int64_t* input_bytes, const int64_t* output_offset, const int64_t* output_bytes,
+                                const int64_t* remote, int64_t input_total, int64_t largest) {
+    const Blocks blocks{input_offset,
+                        input_bytes,
+                        output_offset,
+                        output_bytes,
+                        remote,
+                        static_cast<size_t>(input_total),
+                        static_cast<size_t>(largest)};
+    return all_to_all(*pointer<Group>(group), pointer<char>(output), pointer<char>(input), blocks);
+}
+
+// A copy as the collectives make it, for measurements.
+ZE_EXPORT void ze_shm_copy(int64_t target, int64_t source, int64_t bytes) {
+    copy(pointer<void>(target), pointer<void>(source), static_cast<size_t>(bytes));
+}

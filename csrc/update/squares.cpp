@@ -1,0 +1,68 @@
+// Sum of squares and count of non-finite elements in one read.
+//
+// The sum is in double precision and in an order that depends on the number of elements only: halves are added to each
+// other within a block, then halves of the row of blocks. It is the same for every number of threads, address and
+// vector width.
+
+#include <vector>
+
+#include "ze/convert.h"
+#include "ze/export.h"
+#include "ze/parallel.h"
+#include "ze/segments.h"
+
+namespace {
+
+using namespace ze;
+
+// Adds the upper half to the lower one until one is left.
+double fold(double* values, int64_t n) {
+    while (n > 1) {
+        const int64_t half = (n + 1) / 2;
+        for (int64_t i = 0; i < n - half; ++i) values[i] += values[i + half];
+        n = half;
+    }
+    return values[0];
+}
+
+double square_block(const float* x, int64_t n, int64_t* bad) {
+    constexpr int64_t kHalf = kBlock / 2;
+    alignas(64) float padded[kBlock];
+    alignas(64) double sums[kHalf];
+    if (n < kBlock) {
+        memcpy(padded, x, size_t(n) * 4);
+        memset(padded + n, 0, size_t(kBlock - n) * 4);
+        x = padded;
+    }
+    int32_t found = 0;
+    for (int64_t i = 0; i < kBlock; ++i) found += (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u;
+    for (int64_t i = 0; i < kHalf; ++i) {
+        const double low = x[i], high = x[i + kHalf];
+        sums[i] = low * low + high * high;
+    }
+    *bad = found;
+    return fold(sums, kHalf);
+}
+
+}  // namespace
+
+// sums[i] and bad[i] of each row.
+ZE_EXPORT int ze_squares(const Read* rows, int64_t count, double* sums, int64_t* bad, int threads) {
+    std::vector<int64_t> first(size_t(count) + 1, 0);
+    for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + (rows[i].count + kBlock - 1) / kBlock;
+    std::vector<double> partial(size_t(first[count]));
+    std::vector<int64_t> found(size_t(first[count]));
+    for_blocks(rows, count, threads, [&](int64_t i, int64_t begin, int64_t end) {
+        alignas(64) float buffer[kBlock];
+        const int64_t b = first[i] + begin / kBlock;
+        partial[b] =
+            square_block(load(rows[i].source, int(rows[i].kind), begin, end - begin, buffer), end - begin, &found[b]);
+    });
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t blocks = first[i + 1] - first[i];
+        sums[i] = blocks > 0 ? fold(partial.data() + first[i], blocks) : 0.0;
+        bad[i] = 0;
+        for (int64_t b = first[i]; b < first[i + 1]; ++b) bad[i] += found[b];
+    }
+    return 0;
+}

@@ -1,0 +1,105 @@
+"""The memory that a process shares: blocks, their reuse, and what is left of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroengine.comm.arena import Arena
+from zeroengine.comm.shm_native import Native, native
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def library() -> Native:
+    found = native()
+    assert isinstance(found, Native), found
+    return found
+
+
+def maps() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:zeroengine")
+
+
+def pages(arena: Arena) -> int:
+    """Bytes of the file that exist."""
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+def test_tensors_are_ordinary(library: Native) -> None:
+    arena = Arena(library, 1 << 40)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64):
+        t = arena.tensor(1001, dtype)
+        assert t.shape == (1001,) and t.dtype == dtype and t.is_contiguous() and not t.is_inference()
+        t.fill_(1)
+        assert arena.base <= t.data_ptr() < arena.base + arena.size
+        assert bool((t == 1).all())
+    with torch.inference_mode():
+        t = arena.tensor(10, torch.float32)
+    t.requires_grad_()
+    (t * 2).sum().backward()
+    assert t.grad is not None
+    arena.close()
+
+
+def test_a_block_is_reused_when_its_last_view_is_gone(library: Native) -> None:
+    arena = Arena(library, 1 << 40)
+    first = arena.tensor(MIB, torch.float32)
+    place, view = first.data_ptr(), first[5:9]
+    del first
+    gc.collect()
+    second = arena.tensor(MIB, torch.float32)
+    assert second.data_ptr() != place  # the view is alive
+    del view
+    assert arena.tensor(MIB, torch.float32).data_ptr() == place
+    arena.close()
+
+
+def test_free_blocks_beyond_the_bound_give_their_pages_back(library: Native) -> None:
+    arena = Arena(library, 1 << 40)
+    many = [arena.tensor(8 * MIB, torch.float32).fill_(1) for _ in range(4)]  # 32 MiB each
+    assert pages(arena) == arena.bytes() == 128 * MIB
+    many.clear()
+    assert pages(arena) == arena.bytes() == 64 * MIB
+    big = arena.tensor(24 * MIB, torch.float32)  # of the joined space
+    assert float(big[-1]) == 0.0
+    arena.close()
+
+
+def test_closing_waits_for_the_last_tensor(library: Native) -> None:
+    before, fds = maps(), len(os.listdir("/proc/self/fd"))
+    arena = Arena(library, 1 << 40)
+    t = arena.tensor(1000, torch.float32).fill_(3.0)
+    arena.close()
+    arena.close()
+    assert maps() == before + 1 and float(t.sum()) == 3000.0
+    with pytest.raises(RuntimeError, match="closed"):
+        arena.tensor(10, torch.float32)
+    del t
+    assert maps() == before and len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_a_full_arena_gives_ordinary_memory(library: Native) -> None:
+    arena = Arena(library, 1 << 30)
+    t = arena.tensor(arena.size // 4 + 1, torch.float32)
+    assert not arena.base <= t.data_ptr() < arena.base + arena.size
+    arena.close()
+
+
+def test_a_forked_child_frees_nothing_of_its_parents(library: Native) -> None:
+    arena = Arena(library, 1 << 40)
+    tensors = [arena.tensor(8 * MIB, torch.float32).fill_(5.0) for _ in range(4)]
+    child = os.fork()
+    if child == 0:
+        tensors.clear()
+        gc.collect()
+        place = arena.tensor(MIB, torch.float32).data_ptr()
+        os._exit(int(arena.base <= place < arena.base + arena.size))
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(float(t[0]) == 5.0 for t in tensors) and pages(arena) == 128 * MIB
+    arena.close()

@@ -1,0 +1,52 @@
+"""Small libraries and compilers for the tests of the builder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from zeroengine.ops.sources import Sources
+from zeroengine.ops.toolchain import Compiler, find_cxx
+
+REAL = shutil.which("g++") or shutil.which("c++") or "c++"
+FLAGS = ("-shared", "-fPIC", "-O0")
+
+
+def compiler_works() -> bool:
+    """Whether the C++ compiler that the package would use can build an empty library."""
+    found = find_cxx()
+    if isinstance(found, str):
+        return False
+    command = [*found.command, *FLAGS, "-fopenmp", "-x", "c++", "/dev/null", "-o", "/dev/null"]
+    return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+NEEDS_COMPILER = pytest.mark.skipif(not compiler_works(), reason="needs a C++ compiler that works")
+
+
+def tiny_sources(folder: Path, answer: int = 42, name: str = "tiny") -> Sources:
+    """A library of one function `answer()` in `folder`/csrc."""
+    (folder / "csrc" / name).mkdir(parents=True, exist_ok=True)
+    (folder / "csrc" / "shared.h").write_text(f"#define ANSWER {answer}\n")
+    (folder / "csrc" / name / f"{name}.cpp").write_text(
+        '#include "shared.h"\nextern "C" int answer() { return ANSWER; }\n'
+    )
+    return Sources(folder / "csrc", name)
+
+
+def counting_compiler(folder: Path, before: str = "") -> tuple[Compiler, Path]:
+    """A compiler that writes a line to a file each time it links, after the shell commands `before`; and that file."""
+    count = folder / "count"
+    script = folder / "counting-cxx"
+    script.write_text(
+        f'#!/bin/sh\n{before}\ncase "$*" in *" -c "*) ;; *" -o "*) echo link >> {count};; esac\nexec {REAL} "$@"\n'
+    )
+    script.chmod(0o755)
+    return Compiler((str(script),), "counting"), count
+
+
+def links(count: Path) -> int:
+    return len(count.read_text().splitlines()) if count.exists() else 0

@@ -1,0 +1,169 @@
+"""Movement of data between processes of one host through memory that they share (csrc/shm).
+
+Ranks meet: each announces where its peers may read, waits until all have, and reads what it needs. Two rules say when
+memory may be written again.
+
+- Memory from `empty` is read by the peers where it lies. The operation then ends with one more meeting, after which nobody
+  reads it: when `Work.wait` returns on a rank, its result is there and its tensors are its own again.
+- Other memory is copied into a staging area of two halves, round by round, and is free as soon as it is copied. A half is
+  written again only after a meeting that every rank announces after it has read that half, so staging needs no wait of its
+  own. An operation that fits into one round is one meeting, and the comparison of fingerprints rides on it.
+
+Results do not depend on where tensors lie, and are those of `transport.Transport` bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeroengine.comm.arena import Arena
+from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
+from zeroengine.comm.lane import Operation
+from zeroengine.comm.protocol import ReduceOp
+from zeroengine.comm.scratch import Scratch
+from zeroengine.comm.shm_native import DIVERGED, DONE, TYPES, Native, integers
+from zeroengine.comm.transport import FixedOrder
+from zeroengine.errors import RankError
+
+_SMALL = 128 * 1024
+"""Bytes up to which staging is cheaper than the closing meeting of shared memory."""
+
+
+class SharedTransport(FixedOrder):
+    """Collectives of one group. Not thread-safe: one operation at a time, but `interrupt` from any thread."""
+
+    kind = "shared memory"
+
+    def __init__(
+        self, name: str, native: Native, arena: Arena, handle: int, ranks: tuple[int, ...], rank: int
+    ) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.scratch = Scratch()
+        self._native = native
+        self._arena = arena
+        self._handle = handle
+        self._subject = ""
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, like: Tensor) -> Tensor:
+        if numel * like.element_size() <= _SMALL:
+            return torch.empty(numel, dtype=like.dtype)
+        return self._arena.tensor(numel, like.dtype)
+
+    def pool_bytes(self) -> int:
+        return self.scratch.bytes()
+
+    def interrupt(self) -> None:
+        """The operation under way and all later ones fail within a fraction of a second."""
+        if self._handle:
+            self._native.interrupt(self._handle)
+
+    def forget_group(self) -> None:
+        """Ends the transport. Its control block stays: a peer may still read what this rank announced last."""
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._native.group_delete(handle)
+
+    # -- an operation ------------------------------------------------------------------------------------------------
+
+    def verify(self, operation: Operation) -> None:
+        """Has the first meeting of the operation compare its fingerprint: `DivergenceError` on every rank when they
+        differ."""
+        mark = operation.fingerprint
+        self._subject = mark.describe()
+        self._native.announce(self._handle, integers(mark.header(operation.index)), mark.text())
+
+    def finish(self) -> None:
+        """Meets, if the operation has not: one without data is a barrier."""
+        self._done(self._native.finish(self._handle))
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        nbytes = shard.nbytes
+        self._done(self._native.all_gather(self._handle, full.data_ptr(), shard.data_ptr(), nbytes))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> None:
+        wire, kind = TYPES.get(full.dtype, -1), TYPES.get(shard.dtype, -1)
+        if self._native.can_sum(wire, kind):
+            self._done(
+                self._native.reduce_scatter(
+                    self._handle, shard.data_ptr(), full.data_ptr(), shard.numel(), wire, kind, scale, int(accumulate)
+                )
+            )
+        else:
+            super().reduce_scatter(shard, full, scale, accumulate)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
+        data = tensor.view(-1)
+        kind = TYPES.get(data.dtype, -1)
+        if op == "sum" and self._native.can_sum(kind, kind):
+            self._done(self._native.all_reduce(self._handle, data.data_ptr(), data.numel(), kind, scale))
+        else:
+            super().all_reduce(tensor, op, scale)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self._done(self._native.broadcast(self._handle, tensor.data_ptr(), tensor.nbytes, src))
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
+    ) -> None:
+        if output_splits is None or input_splits is None:
+            block = input.nbytes // self.size
+            even = [block] * self.size
+            self._blocks(output, input, even, even, [block * self.rank] * self.size, block)
+            return
+        item = output.element_size()
+        sends = torch.tensor([n * item for n in input_splits], dtype=torch.int64)
+        matrix = torch.empty(self.size, self.size, dtype=torch.int64)  # bytes [from, to]
+        self.all_gather(matrix, sends)
+        remote = matrix[:, : self.rank].sum(1).tolist()
+        receives = [n * item for n in output_splits]
+        self._blocks(output, input, receives, sends.tolist(), remote, int(matrix.max()))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _blocks(
+        self, output: Tensor, input: Tensor, receives: list[int], sends: list[int], remote: list[int], largest: int
+    ) -> None:
+        status = self._native.all_to_all(
+            self._handle, output.data_ptr(), input.data_ptr(), integers(_starts(sends)), integers(sends),
+            integers(_starts(receives)), integers(receives), integers(remote), input.nbytes, largest,
+        )  # fmt: skip
+        self._done(status)
+
+    def exchange_rows(self, full: Tensor) -> Tensor:
+        received = self.scratch.take("receive", full.numel(), full.dtype, full.device)
+        self.all_to_all(received, full, None, None)
+        return received.view(self.size, -1)
+
+    def _done(self, status: int) -> None:
+        if status == DIVERGED:
+            raise self._divergence()
+        if status != DONE:
+            raise RankError(
+                f"rank {self.ranks[self.rank]}: {self._subject} on communicator {self.name!r} was given up; "
+                "an earlier error says why"
+            )
+
+    def _divergence(self) -> Exception:
+        lines = []
+        for index, rank in enumerate(self.ranks):
+            header, text = (ctypes.c_int64 * Fingerprint.WIDTH)(), ctypes.create_string_buffer(SUBJECT_BYTES)
+            self._native.announced(self._handle, index, header, text)
+            lines.append((rank, decode(list(header), text.raw)))
+        return divergence(self.name, self.ranks[self.rank], lines)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += size
+    return starts

@@ -1,0 +1,196 @@
+"""Makes the ranks of a group share memory, or agrees with all of them not to.
+
+Every step is decided by all ranks together, from what all of them said: a group never has ranks that move data in different
+ways.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm.arena import Arena
+from zeroengine.comm.shared import SharedTransport
+from zeroengine.comm.shm_native import Native, integers, native
+from zeroengine.comm.torch_names import all_gather_single
+from zeroengine.comm.whereabouts import machine_id
+from zeroengine.errors import ConfigError
+from zeroengine.logging import logger
+
+ENVIRONMENT = "ZE_COMM"
+_CHOICES = ("auto", "gloo")
+_HALF = 4 << 20  # bytes of half a staging area: a round is worth its meeting also where ranks share cores
+_ADDRESS_SPACE = 16 << 40  # for the arenas of all ranks of the host; a process has 128 TiB
+_SPIN = 300  # looks at a peer's word before sleeping, some microseconds: cores are short, and sleeping costs as much
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank says of itself. `reason` is empty when it can share memory."""
+
+    reason: str
+    machine: str
+    pid: int
+    fd: int
+    size: int
+    control: int
+    device: int
+    inode: int
+
+    _NUMBERS = struct.Struct("<6q")
+    _TEXT = 160
+
+    def pack(self) -> bytes:
+        numbers = self._NUMBERS.pack(self.pid, self.fd, self.size, self.control, self.device, self.inode)
+        return b"".join([numbers, *(t.encode()[: self._TEXT].ljust(self._TEXT, b"\0") for t in (self.reason, self.machine))])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Offer:
+        at = cls._NUMBERS.size
+        reason, machine = (
+            data[i : i + cls._TEXT].rstrip(b"\0").decode(errors="replace") for i in (at, at + cls._TEXT)
+        )
+        return cls(reason, machine, *cls._NUMBERS.unpack(data[:at]))
+
+
+class SharedMemory:
+    """This process' arena and the peers' arenas, for all groups of one fabric. Made on first use."""
+
+    def __init__(self, world_size: int) -> None:
+        """Raises ConfigError for a value of ZE_COMM that is none."""
+        self._mode = os.environ.get(ENVIRONMENT, "").strip().lower() or "auto"
+        if self._mode not in _CHOICES:
+            raise ConfigError(f"{ENVIRONMENT}={self._mode}: it is one of {', '.join(_CHOICES)}")
+        self._budget = _ADDRESS_SPACE // max(1, world_size)
+        self._native: Native | None = None
+        self._arena: Arena | None = None
+        self._peers: dict[tuple[int, int], tuple[int, int]] = {}  # (device, inode) -> address, bytes
+        self._told = False
+
+    def transport(
+        self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int
+    ) -> SharedTransport | None:
+        """Shared memory between the ranks of `group` (Gloo), or None for all of them. Collective."""
+        offers = [_Offer.unpack(data) for data in _gather(group, self._offer(name).pack(), len(ranks))]
+        reason = _objection(offers, ranks)
+        bases: list[int] = []
+        if not reason:
+            bases, reason = self._map_all(offers, rank)
+            told = [data.rstrip(b"\0").decode(errors="replace") for data in _gather(group, _short(reason), len(ranks))]
+            reason = next((f"rank {r}: {text}" for r, text in zip(ranks, told, strict=True) if text), "")
+        if reason or self._native is None or self._arena is None:
+            self._tell(name, rank, reason)
+            return None
+        controls = [offer.control for offer in offers]
+        handle = self._native.group_new(
+            len(ranks), rank, integers(bases), integers(controls), self._arena.size, _HALF, _SPIN
+        )
+        return SharedTransport(name, self._native, self._arena, handle, ranks, rank)
+
+    def bytes(self) -> int:
+        """Bytes of this process' arena that are in use or kept for the next tensor."""
+        return self._arena.bytes() if self._arena is not None else 0
+
+    def close(self) -> None:
+        """When no group is in use any more. Tensors that live on keep their memory."""
+        library, arena, self._arena = self._native, self._arena, None
+        if library is None or arena is None:
+            return
+        while self._peers:
+            library.unmap(*self._peers.popitem()[1])
+        arena.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _offer(self, name: str) -> _Offer:
+        reason = self._ready()
+        arena = self._arena
+        if reason or arena is None or self._native is None:
+            return _Offer(reason, machine_id(), 0, 0, 0, 0, 0, 0)
+        control = arena.reserve(self._native.control_bytes(_HALF))
+        if control is None:
+            return _Offer(f"no room for communicator {name!r} in {arena.size >> 20} MiB", machine_id(), 0, 0, 0, 0, 0, 0)
+        self._native.control_clear(arena.base + control)
+        file = os.fstat(arena.fd)
+        return _Offer("", machine_id(), os.getpid(), arena.fd, arena.size, control, file.st_dev, file.st_ino)
+
+    def _ready(self) -> str:
+        """Makes the arena; why there is none, or nothing."""
+        if self._arena is not None:
+            return ""
+        if self._mode != "auto":
+            return f"{ENVIRONMENT}={self._mode}"
+        if not machine_id():
+            return "there is no /proc"
+        found = native()
+        if isinstance(found, str):
+            return found
+        try:
+            self._native, self._arena = found, Arena(found, self._budget)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _map_all(self, offers: list[_Offer], rank: int) -> tuple[list[int], str]:
+        """Addresses of all arenas in this process, or why one cannot be mapped."""
+        if self._native is None or self._arena is None:
+            return [], "no arena"
+        bases = []
+        for index, offer in enumerate(offers):
+            if index == rank:
+                bases.append(self._arena.base)
+                continue
+            try:
+                bases.append(self._map(self._native, offer))
+            except OSError as error:
+                return [], f"the memory of process {offer.pid} cannot be mapped: {error.strerror or error}"
+        return bases, ""
+
+    def _map(self, library: Native, offer: _Offer) -> int:
+        known = self._peers.get((offer.device, offer.inode))
+        if known is not None:
+            return known[0]
+        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            file = os.fstat(fd)
+            if (file.st_dev, file.st_ino) != (offer.device, offer.inode):
+                raise OSError(f"/proc/{offer.pid}/fd/{offer.fd} is another file")
+            at = int(library.map(fd, offer.size, 1))
+        finally:
+            os.close(fd)
+        if at <= 0:
+            raise OSError(-at, os.strerror(-at))
+        self._peers[offer.device, offer.inode] = (at, offer.size)
+        return at
+
+    def _tell(self, name: str, rank: int, reason: str) -> None:
+        if self._told or rank != 0:
+            return
+        self._told = True
+        level = logger.debug if reason.endswith(f"{ENVIRONMENT}=gloo") else logger.info
+        level(f"communicator {name!r} moves data over Gloo: {reason}")
+
+
+def _objection(offers: list[_Offer], ranks: tuple[int, ...]) -> str:
+    """Why these ranks cannot share memory, in the same words on every rank; nothing when they may try."""
+    for rank, offer in zip(ranks, offers, strict=True):
+        if offer.reason:
+            return f"rank {rank}: {offer.reason}"
+        if offer.machine != offers[0].machine:
+            return f"ranks {ranks[0]} and {rank} do not run on one host"
+    return ""
+
+
+def _short(text: str) -> bytes:
+    return text.encode()[:200].ljust(200, b"\0")
+
+
+def _gather(group: dist.ProcessGroup, own: bytes, size: int) -> list[bytes]:
+    rows = torch.empty(size * len(own), dtype=torch.uint8)
+    all_gather_single(rows, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=group)
+    data = bytes(rows.tolist())
+    return [data[i : i + len(own)] for i in range(0, len(data), len(own))]

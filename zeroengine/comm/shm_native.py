@@ -1,0 +1,74 @@
+"""The C interface of csrc/shm. Calls release the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from zeroengine.ops.build import Library, library
+
+_I64, _INT, _F64, _TEXT = ctypes.c_int64, ctypes.c_int, ctypes.c_double, ctypes.c_char_p
+_ARRAY = ctypes.POINTER(ctypes.c_int64)
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "map": (_I64, (_INT, _I64, _INT)),
+    "unmap": (_INT, (_I64, _I64)),
+    "discard": (_INT, (_INT, _I64, _I64)),
+    "control_bytes": (_I64, (_I64,)),
+    "control_clear": (None, (_I64,)),
+    "group_new": (_I64, (_INT, _INT, _ARRAY, _ARRAY, _I64, _I64, _INT)),
+    "group_delete": (None, (_I64,)),
+    "interrupt": (None, (_I64,)),
+    "announce": (None, (_I64, _ARRAY, _TEXT)),
+    "announced": (None, (_I64, _INT, _ARRAY, _TEXT)),
+    "finish": (_INT, (_I64,)),
+    "can_sum": (_INT, (_INT, _INT)),
+    "all_gather": (_INT, (_I64, _I64, _I64, _I64)),
+    "reduce_scatter": (_INT, (_I64, _I64, _I64, _I64, _INT, _INT, _F64, _INT)),
+    "all_reduce": (_INT, (_I64, _I64, _I64, _INT, _F64)),
+    "broadcast": (_INT, (_I64, _I64, _I64, _INT)),
+    "all_to_all": (_INT, (_I64, _I64, _I64, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _I64, _I64)),
+    "copy": (None, (_I64, _I64, _I64)),
+}  # fmt: skip
+
+DONE, DIVERGED, INTERRUPTED = range(3)
+
+TYPES: dict[torch.dtype, int] = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16,
+            torch.int32, torch.int64,
+        )
+    )
+}  # fmt: skip
+"""Types that are added natively, with their codes."""
+
+
+class Native:
+    """Functions of the library, without their prefix."""
+
+    def __init__(self, dll: ctypes.CDLL) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(dll, f"ze_shm_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:  # only for names that __init__ did not set
+        raise AttributeError(f"csrc/shm has no function {name!r}")
+
+
+@cache
+def _bind(dll: ctypes.CDLL) -> Native:
+    return Native(dll)
+
+
+def native() -> Native | str:
+    """The library, or in one line why there is none."""
+    found: Library = library("shm")
+    return _bind(found.dll) if found.dll is not None else found.reason
+
+
+def integers(values: list[int] | tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)

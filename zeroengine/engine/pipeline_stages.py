@@ -1,0 +1,254 @@
+"""Sharding of the stages that a rank holds: buckets that never cross stages, one order of reductions for each stage, tied
+weights, and what all stages decide together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.config import Config
+from zeroengine.engine.mechanism import Mechanism, build_sharder, compute_dtype, gradient_rule, sharding_rule
+from zeroengine.errors import ModelError
+from zeroengine.mesh import Mesh
+from zeroengine.optim.clip import blame
+from zeroengine.pipeline.layers import Tie
+from zeroengine.pipeline.module import PipelineModule
+from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same
+from zeroengine.zero.gradients import BucketGradients
+from zeroengine.zero.pool import BufferPool
+from zeroengine.zero.reducer import Reducer
+
+_TEXT = 512  # bytes of a reason that travels between stages
+
+
+@dataclass(frozen=True)
+class StageComms:
+    """Communicators along the pipeline. `stream`, `extra`: messages (see `Wire`); `labels`, `labels_extra`: from the rank of
+    the first stage to that of the last; `control`: small CPU tensors. Each joins the ranks with the same data."""
+
+    stream: Communicator
+    extra: Communicator
+    labels: Communicator
+    labels_extra: Communicator
+    control: Communicator
+
+    @staticmethod
+    def of(mesh: Mesh) -> StageComms:
+        """Collective."""
+        ranks = mesh.ranks_along("pp")
+        make = mesh.fabric.communicator
+        return StageComms(
+            make("pipeline", ranks), make("pipeline layouts", ranks), make("labels", ranks), make("labels layouts", ranks),
+            make("pipeline control", ranks, control=True),
+        )  # fmt: skip
+
+
+class Ties:
+    """Weights shared by stages on several ranks. They move point to point over the pipeline's own stream: the owner adds up
+    in the order of stages and sends the sum, so every stage has the same bits."""
+
+    def __init__(self, module: PipelineModule, comms: StageComms, device: torch.device) -> None:
+        self._comms = comms
+        self._device = device
+        self.all = module.ties
+        self.mine: list[tuple[Tie, list[int]]] = []  # with the pipeline ranks that share it, the owner's first
+        self.not_owned: frozenset[str] = frozenset()
+        for tie in module.ties:
+            ranks = list(dict.fromkeys(module.placement[s] for s in tie.stages))
+            if comms.stream.rank in ranks and len(ranks) > 1:
+                self.mine.append((tie, ranks))
+                if ranks[0] != comms.stream.rank:
+                    self.not_owned |= frozenset(tie.names)
+
+    def equalize(self, module: PipelineModule) -> None:
+        """Makes the owner's initial values everybody's."""
+        by_name = dict(module.named_parameters())
+        for tie, ranks in self.mine:
+            for name in tie.names:
+                p = by_name[name]
+                values = p.data.to(self._device).contiguous().view(-1)
+                self._from_owner(values, ranks, name)
+                p.data = values.view(p.shape)
+
+    def sum(self, tie: Tie, ranks: list[int], values: torch.Tensor, subject: str) -> None:
+        """values = sum over the ranks of the tie. 1-D."""
+        stream = self._comms.stream
+        if stream.rank == ranks[0]:
+            theirs = torch.empty_like(values)
+            for peer in ranks[1:]:
+                stream.recv(theirs, peer, f"tied {subject}").wait()
+                values.add_(theirs)
+        else:
+            stream.send(values, ranks[0], f"tied {subject}").wait()
+        self._from_owner(values, ranks, subject)
+
+    def used(self, names: set[str]) -> set[str]:
+        """Of all tied names those that some stage used. Collective over the pipeline where there are ties."""
+        tied = [n for tie in self.all for n in tie.names]
+        if not tied:
+            return set()
+        flags = torch.tensor([n in names for n in tied]).to(torch.int64)
+        anywhere = self._comms.control.exchange(flags, "use of tied weights").amax(0).tolist()
+        return {n for n, flag in zip(tied, anywhere, strict=True) if flag}
+
+    def _from_owner(self, values: torch.Tensor, ranks: list[int], subject: str) -> None:
+        stream = self._comms.stream
+        if stream.rank == ranks[0]:
+            for work in [stream.send(values, peer, f"sum of {subject}") for peer in ranks[1:]]:
+                work.wait()
+        else:
+            stream.recv(values, ranks[0], f"sum of {subject}").wait()
+
+
+class TiedReducer(Reducer):
+    """Reduces a tied weight at the end of the step only: several stages add to it, at their own times."""
+
+    def _may_launch(self, g: BucketGradients) -> bool:
+        return self.synchronize
+
+
+class StageReducers(Reducer):
+    """The reducers of a rank's stages and ties as one. `parts`: by the name of the part, in the order of registration."""
+
+    def __init__(self, parts: dict[str, Reducer], ties: Ties, control: Communicator) -> None:
+        self.parts = parts
+        self._ties = ties
+        super().__init__([], control)
+        self.gradients = [g for r in parts.values() for g in r.gradients]
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        self._scale = value
+        for reducer in self.parts.values():
+            reducer.scale = value
+
+    @property
+    def unfinished(self) -> bool:
+        return any(r.unfinished for r in self.parts.values())
+
+    def before_gradients(self, part: str, last: bool) -> None:
+        if part in self.parts:
+            self.parts[part].synchronize = last
+
+    def after_gradients(self, part: str) -> None:
+        """A micro-batch's weight gradients of one stage are there. The last one is ended by `finish`."""
+        reducer = self.parts.get(part)
+        if reducer is not None:
+            reducer.mark_backward()
+            if not reducer.synchronize:
+                reducer.next_micro_batch()
+
+    def mark_backward(self) -> None:
+        return
+
+    def next_micro_batch(self) -> None:
+        """Every stage ends its own micro-batches."""
+        return
+
+    def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
+        used: set[str] = set()
+        for name, reducer in self.parts.items():
+            if isinstance(reducer, TiedReducer):
+                reducer.mark_backward()
+            used |= reducer.finish()[0]
+            if isinstance(reducer, TiedReducer):
+                reducer.synchronize = False
+            else:
+                self.before_gradients(name, last=False)
+        for tie, ranks in self._ties.mine:
+            for g in self.parts[f"tied.{tie.key}"].gradients if f"tied.{tie.key}" in self.parts else []:
+                self._ties.sum(tie, ranks, g.updated.view(-1), g.bucket.subject)
+        agreed = torch.tensor(list(marks), dtype=torch.int32)
+        self._control.all_reduce(agreed, "marks of the step", op="max").wait()
+        return frozenset(used | self._ties.used(used)), agreed.tolist()
+
+    def forget(self) -> None:
+        for reducer in self.parts.values():
+            reducer.forget()
+
+    def clear(self) -> None:
+        for reducer in self.parts.values():
+            reducer.clear()
+
+    def remove(self) -> None:
+        for reducer in self.parts.values():
+            reducer.remove()
+
+
+def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
+    """Shards the stages of this rank. Collective over the ranks with the same stages."""
+    check_same(module, groups)
+    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    base = sharding_rule(config)
+    rule = replace(base, part=module.part_of)
+    cast_buffers(module, compute_dtype(config))
+    built = build_buckets(module, rule, groups, pool)
+    sharder = build_sharder(module, built, config)
+    by_part: dict[str, list[BucketGradients]] = {}
+    for bucket in built.buckets:
+        if bucket.trainable and trains:
+            how = gradient_rule(config, bucket, groups.data_parallel_size)
+            made = BucketGradients(bucket, how, groups.grads, groups.replicas, gradient_pool)
+            by_part.setdefault(module.part_of(bucket.layout.specs[0].name), []).append(made)
+    parts: dict[str, Reducer] = {}
+    for name in sorted(by_part):
+        cls = TiedReducer if name.startswith("tied.") else Reducer
+        parts[name] = cls(by_part[name], groups.control)
+        parts[name].synchronize = False
+    reducers = StageReducers(parts, ties, groups.control)
+    return Mechanism(built.buckets, sharder, reducers, (pool, gradient_pool), reducers.gradients, groups, built.masters if trains else {})
+
+
+class AcrossStages:
+    """The norm of the gradients of all stages, and what made it non-finite: the same on every rank."""
+
+    def __init__(self, ties: Ties, groups: Groups, control: Communicator) -> None:
+        self._not_mine = ties.not_owned
+        self._groups = groups
+        self._control = control
+
+    def norm(self, gradients: list[BucketGradients]) -> float:
+        """2-norm before clipping; a tied weight counts once. Collective."""
+        counted = [g for g in gradients if not self._not_mine.intersection(s.name for s in g.bucket.layout.specs)]
+        squares = [torch.linalg.vector_norm(_real(g.reduced), dtype=torch.float64).square() for g in counted]
+        mine = torch.stack(squares).cpu().sum() if squares else torch.zeros((), dtype=torch.float64)
+        table = self._groups.control.exchange(mine.view(1), "squares of the gradients")
+        rows = [self._groups.control.ranks.index(r) for r in self._groups.params.ranks]
+        stages = self._control.exchange(table[rows].sum().view(1), "squares of the stages")
+        total = float(stages.sum())
+        return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
+
+    def blame(self, gradients: list[BucketGradients]) -> str:
+        """Names the parameter, of any stage. Collective."""
+        bad = any(not bool(torch.isfinite(g.reduced).all()) for g in gradients)
+        found = blame(gradients, self._groups.control)
+        text = found.encode()[: _TEXT - 8]
+        row = torch.zeros(_TEXT, dtype=torch.uint8)
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        row[-1] = int(bad or " gradient of '" in found)
+        for other in self._control.exchange(row, "non-finite gradients of the stages"):
+            if int(other[-1]):
+                return bytes(other[:-8].tolist()).rstrip(b"\0").decode(errors="replace")
+        return found
+
+
+def _real(t: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def check_places(module: PipelineModule, mesh: Mesh) -> None:
+    """Refuses a module that was cut for another mesh than this."""
+    if mesh.degrees.pp != module.num_stages or mesh.coordinate("pp") != module.stage_rank:
+        raise ModelError(
+            f"rank {mesh.rank}: the PipelineModule was cut into {module.num_stages} stages and is number {module.stage_rank}, "
+            f"but the mesh has pp {mesh.degrees.pp} and this rank is number {mesh.coordinate('pp')}; build it with "
+            "num_stages of the mesh"
+        )

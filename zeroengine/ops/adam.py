@@ -1,0 +1,95 @@
+"""Adam and AdamW in one pass over the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from zeroengine.errors import ConfigError
+from zeroengine.ops.optimizer import FusedOptimizer, Group, as_betas, check_range
+from zeroengine.ops.rules import ADAM, ADAM_MAX, ADAMW, ADAMW_MAX, Numbers, Rule, adam_hypers
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam (Kingma & Ba 2015), with decoupled weight decay (Loshchilov & Hutter 2019) unless `adam_w_mode` is false.
+
+    State of each parameter: `step`, `exp_avg`, `exp_avg_sq` and, with amsgrad, `max_exp_avg_sq`, as in torch.optim.Adam and
+    AdamW, whose state it loads. `set_grad_none` is accepted and has no effect: zero_grad frees gradients by default.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_range("lr", float(lr))
+        check_range("eps", eps)
+        check_range("weight_decay", weight_decay)
+        self.adam_w_mode = bool(adam_w_mode)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bool(bias_correction),
+            "betas": as_betas(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": bool(amsgrad),
+        }
+        super().__init__(params, defaults)
+
+    def _fixed(self) -> dict[str, Any]:
+        return {"decoupled_weight_decay": self.adam_w_mode}  # torch's name for it
+
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
+        largest = group["amsgrad"]
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if largest else ("exp_avg", "exp_avg_sq")
+        for name in names:
+            if name not in state:
+                state[name] = self._zeros(p)
+        if self.adam_w_mode:
+            rule = ADAMW_MAX if largest else ADAMW
+        else:
+            rule = ADAM_MAX if largest else ADAM
+        return rule, [state[name] for name in names]
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        lr, decoupled, corrected = float(group["lr"]), self.adam_w_mode, group["bias_correction"]
+        return adam_hypers(mark, lr, group["betas"], group["eps"], group["weight_decay"], decoupled, corrected)
+
+
+class CPUAdam(FusedAdam):
+    """FusedAdam with the arguments of DeepSpeedCPUAdam, for masters and moments in the memory of the CPU.
+
+    Moments are fp32 whatever the parameters are; `fp32_optimizer_states=False` is refused.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse_low_precision_states(type(self).__name__, fp32_optimizer_states)
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
+
+
+def refuse_low_precision_states(name: str, fp32_optimizer_states: bool) -> None:
+    if not fp32_optimizer_states:
+        raise ConfigError(f"{name}: moments are always fp32; leave out fp32_optimizer_states=False")
+
+
+DeepSpeedCPUAdam = CPUAdam

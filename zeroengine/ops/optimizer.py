@@ -1,0 +1,178 @@
+"""What the fused optimizers share: checks, step counts, one call for all parameters, and state that torch's classes load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from zeroengine.errors import ConfigError
+from zeroengine.ops import flat
+from zeroengine.ops.native import Segment
+from zeroengine.ops.rules import Numbers, Rule
+
+Group = dict[str, Any]
+
+# Switches of torch's classes that choose an implementation, and may come with their state.
+_REFUSED = ("maximize", "differentiable")
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """fp32 for parameters of 32 bits and fewer: moments in 16 bits lose small gradients."""
+    return torch.float64 if param.dtype is torch.float64 else torch.float32
+
+
+def check_range(name: str, value: float, low: float = 0.0, below: float = float("inf")) -> None:
+    if not low <= value < below:
+        limit = f"and below {below:g} " if below != float("inf") else ""
+        raise ConfigError(f"optimizer parameter {name}={value}: it is at least {low:g} {limit}and a finite number")
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that update each element by itself, all parameters in one pass over the memory.
+
+    A subclass says for a parameter which rule applies, with which states and numbers. Parameters may be fp32 (the usual case:
+    masters), bf16, fp16 or fp64, on a CPU or a GPU; states are fp32 (fp64 for fp64).
+    """
+
+    elementwise: ClassVar[bool] = True
+    counted: ClassVar[bool] = True  # each parameter has a state `step`
+
+    @torch.no_grad()
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: float | Tensor = 1.0,
+        copies: Mapping[Tensor, Tensor] | None = None,
+        grads: Mapping[Tensor, Tensor] | None = None,
+    ) -> Any:
+        """One step for all parameters that have a gradient. Gradients are read once and not changed.
+
+        Args:
+            closure: computes the loss again, as in torch; its value is returned.
+            grad_scale: factor on every gradient (unscaling and clipping in one). A 0-dim tensor on a GPU is read there,
+                without waiting for it.
+            copies: for a parameter, a tensor of its shape (fp32, bf16 or fp16) that gets its new values, rounded.
+            grads: for a parameter, its gradient (fp32, bf16 or fp16) in place of `.grad`.
+
+        Raises:
+            ConfigError: a gradient or copy does not fit its parameter. Nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found: list[tuple[Group, Tensor, Tensor]] = []
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                grad = grads.get(p, p.grad) if grads is not None else p.grad
+                if grad is not None:
+                    self._check(f"parameter {i} of group {g}", p, grad, None if copies is None else copies.get(p))
+                    found.append((group, p, grad))
+        ready = [(group, p, *self._ready(group, p)) for group, p, _ in found]
+        marks = self._marks([p for _, p, _ in found], [fresh for *_, fresh in ready])
+        work: dict[Rule, list[Segment]] = {}
+        known: dict[tuple[int, float], Numbers] = {}
+        for (group, p, rule, states, _), (_, _, grad), mark in zip(ready, found, marks, strict=True):
+            hypers = known.get((id(group), mark))
+            if hypers is None:
+                hypers = known[id(group), mark] = self._hypers(group, mark)
+            copy = None if copies is None else copies.get(p)
+            work.setdefault(rule, []).append((p, grad, states, copy, hypers))
+        for rule, segments in work.items():
+            flat.update(rule, segments, grad_scale)
+        return loss
+
+    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
+        """The rule of `p` in this step and its states, which are made if need be."""
+        raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
+
+    def _hypers(self, group: Group, mark: float) -> Numbers:
+        """Numbers of a group's parameters in their step number `mark`, from 1 (where steps are not counted: 1 is the first,
+        2 every other)."""
+        raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
+
+    def _ready(self, group: Group, p: Tensor) -> tuple[Rule, list[Tensor], bool]:
+        """The rule, the states, and whether the parameter had none."""
+        state = self.state.get(p, {})
+        fresh = all(value is None for value in state.values())
+        rule, states = self._prepare(group, p, state)
+        if self.counted:
+            step = state.get("step")
+            if not isinstance(step, Tensor) or step.device.type != "cpu":
+                state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
+        if fresh and state:
+            self.state[p] = state
+        return rule, states, fresh
+
+    def _marks(self, params: list[Tensor], fresh: list[bool]) -> list[float]:
+        """Adds one to the steps of the parameters and returns them. A step is a 0-dim fp32 tensor on the CPU, as in torch."""
+        if not self.counted:
+            return [1.0 if f else 2.0 for f in fresh]
+        steps = [self.state[p]["step"] for p in params]
+        if not steps:
+            return []
+        torch._foreach_add_(steps, 1.0)
+        return torch.stack(steps).tolist()
+
+    def _check(self, who: str, p: Tensor, grad: Tensor, copy: Tensor | None) -> None:
+        name = type(self).__name__
+        if grad.layout is not torch.strided or p.layout is not torch.strided:
+            raise ConfigError(f"{name}: {who} has a sparse gradient; use torch.optim.SparseAdam or sparse=False")
+        if not (p.is_floating_point() and grad.is_floating_point()):
+            raise ConfigError(f"{name}: {who} is {p.dtype}; it takes real floating-point numbers, torch.optim takes others")
+        for what, t in (("gradient", grad), ("copy", copy)):
+            if t is not None and (t.shape != p.shape or t.device != p.device):
+                raise ConfigError(
+                    f"{name}: {who} has shape {tuple(p.shape)} on {p.device}, its {what} {tuple(t.shape)} on {t.device}"
+                )
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _zeros(p: Tensor, fill: float = 0.0) -> Tensor:
+        return torch.full_like(p, fill, dtype=state_dtype(p), memory_format=torch.preserve_format)
+
+    def _fixed(self) -> dict[str, Any]:
+        """What a subclass fixes for all groups; groups of another kind are not loaded into it."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+            for key, value in self._fixed().items():
+                if group.get(key, value) != value:
+                    raise ConfigError(
+                        f"{type(self).__name__} has {key}={value} and was given state with {key}={group[key]}; load it into the "
+                        "optimizer it came from, or into one built with the same option"
+                    )
+            for key in _REFUSED:
+                if group.get(key):
+                    raise ConfigError(
+                        f"{type(self).__name__} was given a parameter group with {key}=True, which it does not have; use "
+                        "torch's optimizer"
+                    )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also of torch's class of the same rule, and of this one's files from other devices. Moments keep their precision
+        where the parameters are 16-bit (torch rounds them to the parameters' dtype)."""
+        super().load_state_dict(state_dict)
+        given = [i for group in state_dict["param_groups"] for i in group["params"]]
+        mine = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(given, mine, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if key != "step" and isinstance(value, Tensor) and value.is_floating_point():
+                    if self.state[p][key].dtype is not state_dtype(p):
+                        self.state[p][key] = value.to(p.device, state_dtype(p), copy=True)
+
+
+def as_betas(betas: Iterable[float]) -> tuple[float, float]:
+    first, second = betas
+    check_range("betas[0]", first, below=1.0)
+    check_range("betas[1]", second, below=1.0)
+    return float(first), float(second)

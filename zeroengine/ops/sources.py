@@ -1,0 +1,44 @@
+"""Where the sources of native libraries lie, and a hash of them. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+_FORMAT = "1"  # of the key; raised when the same inputs shall lead to another library
+_HEADERS = (".h", ".hpp", ".cuh")
+
+
+def csrc() -> Path | None:
+    """The folder csrc: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if any(folder.glob("*/*.cpp")):
+            return folder
+    return None
+
+
+class Sources:
+    """The files of one library: `<csrc>/<name>/*.cpp|cu`, and every header under csrc."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        units = sorted(p for p in (folder / name).glob("*") if p.suffix in (".cpp", ".cu"))
+        self.units: tuple[Path, ...] = tuple(units)
+        self.cuda = any(p.suffix == ".cu" for p in units)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Hash of the names and contents of all files that the compiler may read here."""
+        headers = sorted(p for p in self.folder.rglob("*") if p.suffix in _HEADERS)
+        total = hashlib.sha256(_FORMAT.encode())
+        for path in (*self.units, *headers):
+            total.update(f"\0{path.relative_to(self.folder).as_posix()}\0".encode())
+            total.update(path.read_bytes())
+        return total.hexdigest()
+
+    def key(self, *parts: str) -> str:
+        """Short name of one build of these sources with what `parts` say."""
+        return hashlib.sha256("\0".join((self.digest, *parts)).encode()).hexdigest()[:20]

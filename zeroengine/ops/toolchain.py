@@ -1,0 +1,134 @@
+"""Compilers of this machine and the flags that native operations are built with. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_ASK_SECONDS = 30
+
+# No contraction of a*b+c: every element gets the same bits in the body and in the tail of a loop, in the CPU loop, the CUDA
+# kernel and the twin. Nothing here allows the compiler to reorder floating-point sums.
+_CXX_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-pthread",
+)
+_NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall")
+
+# What -march=x86-64-v3 may use, by the names of /proc/cpuinfo.
+_X86_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler that answered, how it is called, and what it says of itself (part of a build's key)."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """The processor that code is built for: flags, and the CPU features without which it must not run."""
+
+    flags: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+@functools.cache
+def cpu_features() -> tuple[str, ...]:
+    """Features of the CPU as the kernel names them, sorted; only the architecture where there is no /proc/cpuinfo."""
+    found: set[str] = {platform.machine()}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                found.update(value.split())
+                break
+    except OSError:
+        pass
+    return tuple(sorted(found))
+
+
+def this_machine() -> Target:
+    """For code that stays on this machine."""
+    return Target(("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",))
+
+
+def portable() -> Target:
+    """For code that travels in a wheel: the baseline of servers of the last ten years on x86-64, else the compiler's own."""
+    if platform.machine() == "x86_64":
+        return Target(("-march=x86-64-v3",), (platform.machine(), *_X86_V3))
+    return Target((), (platform.machine(),))
+
+
+def cxx_flags(target: Target) -> tuple[str, ...]:
+    return (*_CXX_FLAGS, *target.flags)
+
+
+def nvcc_flags(arch: str) -> tuple[str, ...]:
+    """`arch`: as in sm_90, or native."""
+    return (*_NVCC_FLAGS, f"-arch={arch}")
+
+
+def find_cxx() -> Compiler | str:
+    """$CXX, or the first of c++, g++ and clang++ that answers; else why there is none."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return _ask(tuple(shlex.split(chosen)), "$CXX")
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return _ask((name,), "the C++ compiler")
+    return "no C++ compiler (c++, g++ or clang++) on PATH; install one, or set CXX"
+
+
+def find_nvcc() -> Compiler | str:
+    """nvcc of $CUDA_HOME or $CUDA_PATH, else on PATH, else in /usr/local/cuda; else why there is none."""
+    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    paths = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes]
+    paths += [shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")]
+    for path in paths:
+        if path:
+            return _ask((path,), "nvcc")
+    return "no nvcc on PATH, in $CUDA_HOME or in /usr/local/cuda; install the CUDA toolkit, or set CUDA_HOME"
+
+
+def find_ninja() -> str | None:
+    """The program ninja: on PATH, or of the Python package of that name."""
+    found = shutil.which("ninja")
+    if found:
+        return found
+    try:
+        import ninja
+    except ImportError:
+        return None
+    return shutil.which("ninja", path=str(ninja.BIN_DIR))
+
+
+def _ask(command: tuple[str, ...], what: str) -> Compiler | str:
+    named = f"{what} ({shlex.join(command)})"
+    try:
+        done = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=_ASK_SECONDS, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{named} cannot be run: {error}"
+    if done.returncode != 0:
+        return f"{named} does not work: --version ends with exit code {done.returncode}"
+    return Compiler(command, done.stdout.strip())

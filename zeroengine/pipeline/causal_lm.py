@@ -1,0 +1,243 @@
+"""A Hugging Face causal language model cut into stages at its list of blocks.
+
+Every stage is the model's own code: on stages after the first the block list starts later and `inputs_embeds` are the hidden
+states; on stages before the last the final norm and the head pass their input through. Blocks of other stages are
+replaced by ones that return what they get, so names stay the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroengine.errors import ModelError
+from zeroengine.pipeline.layers import Tie
+from zeroengine.pipeline.module import PipelineModule
+from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
+from zeroengine.pipeline.schedules import ScheduleRule
+
+_IGNORED = -100
+
+
+class _PassBlock(nn.Module):
+    """A block of another stage: hidden states go through, in the form in which the model's blocks return them."""
+
+    def __init__(self, as_tuple: bool) -> None:
+        super().__init__()
+        self._as_tuple = as_tuple
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if self._as_tuple else hidden_states
+
+
+class _PassHead(nn.Module):
+    """A final norm or head of another stage."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+class _Nothing(nn.Module):
+    """A table of positions of another stage: nothing is added to the hidden states."""
+
+    def forward(self, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), device=positions.device)  # without dimensions: it does not change the type it is added to
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token, [batch, tokens, vocabulary] against [batch, tokens]; -100 does not count."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+
+
+def count_targets(labels: Tensor) -> int:
+    return int((labels[:, 1:] != _IGNORED).sum())
+
+
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The longest list of equal modules: the model's blocks. Raises `ModelError` where there is none."""
+    found: tuple[str, nn.ModuleList] | None = None
+    for name, child in model.named_modules():
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1:
+            if found is None or len(child) > len(found[1]):
+                found = name, child
+    if found is None:
+        raise ModelError(f"{type(model).__name__} has no list of blocks to cut; write it as a PipelineModule of layers")
+    return found
+
+
+class PipelinedCausalLM(PipelineModule):
+    """See `split_causal_lm`. Batches are dicts with `input_ids`, `labels` and what else the model's forward takes for each
+    token (`attention_mask`, `position_ids`)."""
+
+    def __init__(
+        self, model: nn.Module, num_stages: int, schedule: str | ScheduleRule, virtual_stages: int | None,
+        partition_method: PartitionMethod,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self._configure(num_stages, schedule, virtual_stages, causal_lm_loss, count_targets)
+        self.dropout_seed, self.activation_checkpoint_interval = None, 0
+        path, blocks = block_list(model)
+        names = [type(b).__name__ for b in blocks]
+        self._blocks_path = path
+        weights = layer_weights(partition_method, names, lambda: [sum(p.numel() for p in b.parameters()) for b in blocks])
+        self.parts = balanced(weights, len(self.placement))
+        trial = _Trial(model, path)
+        stages = [_Skeleton(model, path, self.parts[s], self.parts[s + 1], trial) for s in range(len(self.placement))]
+        trial.compare(stages)
+        self._skeletons = {s: (stages[s],) for s in self.local_stages}  # a tuple: not registered a second time
+        self.ties = self._keep_local(model, stages)
+
+    def _keep_local(self, model: nn.Module, stages: list[_Skeleton]) -> tuple[Tie, ...]:
+        """Registers what this rank's stages use under the model's own names; finds weights that several stages use."""
+        owners: dict[nn.Parameter, list[int]] = {}
+        for s, skeleton in enumerate(stages):
+            for p in skeleton.module.parameters():
+                owners.setdefault(p, []).append(s)
+        shared = [(n, p) for n, p in model.named_parameters() if len(owners.get(p, ())) > 1]
+        self.tied = nn.Module()
+        self._name_of_tie: dict[str, str] = {}
+        ties = []
+        for name, p in shared:
+            key = name.replace(".", "_")
+            if set(owners[p]) & set(self.local_stages):
+                holder = nn.Module()
+                holder.register_parameter("weight", p if isinstance(p, nn.Parameter) else None)
+                self.tied.add_module(key, holder)
+            self._name_of_tie[f"tied.{key}.weight"] = name
+            ties.append(Tie(key, (f"tied.{key}.weight",), tuple(owners[p])))
+        kept = {p for s in self.local_stages for p in stages[s].module.parameters()}
+        used = {m for s in self.local_stages for m in stages[s].module.modules()}
+        self._stage_of: dict[str, int] = {}
+        root = _pruned(model, used)
+        for name, child in root.named_children():
+            self.add_module(name, child)
+        for name, p in self.named_parameters():
+            if p in kept and not name.startswith("tied."):
+                self._stage_of[name] = owners[p][0]
+        return tuple(sorted(ties, key=lambda t: t.key))
+
+    @property
+    def state_names_ties(self) -> bool:
+        return False
+
+    def train(self, mode: bool = True) -> PipelinedCausalLM:
+        super().train(mode)
+        for (skeleton,) in self._skeletons.values():
+            skeleton.module.train(mode)
+        return self
+
+    def saved_name(self, name: str) -> str:
+        """The model's own name of a tied weight, so that checkpoints are those of the model that is not cut."""
+        return self._name_of_tie.get(name, name)
+
+    def part_of(self, name: str) -> str:
+        if name.startswith("tied."):
+            return f"tied.{name.split('.')[1]}"
+        return f"stage {self._stage_of[name]}"
+
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, dict) or "input_ids" not in batch or "labels" not in batch:
+            raise ModelError("a batch for a pipelined causal LM is a dict with input_ids and labels")
+        return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+
+    def _run_stage(self, x: Any, stage: int, micro: int) -> Any:
+        output = self._skeletons[stage][0](x)
+        return output["inputs_embeds"] if stage == len(self.placement) - 1 else output
+
+
+def _pruned(model: nn.Module, used: set[nn.Module]) -> nn.Module:
+    """A shallow copy of the tree without modules that are not `used` or lead to none that is."""
+    if model in used and not model._modules:
+        return model
+    kept = copy.copy(model)
+    kept._modules = {}
+    for name, child in model._modules.items():
+        if child is not None and any(m in used for m in child.modules()):
+            kept._modules[name] = child if set(child.modules()) <= used else _pruned(child, used)
+    return kept
+
+
+class _Skeleton:
+    """The model's own forward over the blocks of one stage. Shares its parts with the model it was made from."""
+
+    def __init__(self, model: nn.Module, path: str, start: int, end: int, trial: _Trial) -> None:
+        self.first, self.last = start == 0, end == len(trial.blocks)
+        self.module = _clone(model)
+        parent = self.module
+        for part in path.split(".")[:-1]:
+            parent._modules[part] = _clone(parent._modules[part])
+            parent = parent._modules[part]
+        name = path.rpartition(".")[2]
+        passing = _PassBlock(trial.blocks_return_tuples)
+        blocks = [b if start <= i < end else passing for i, b in enumerate(trial.blocks)]
+        parent._modules[name] = nn.ModuleList(blocks)
+        at = list(parent._modules).index(name)
+        for i, (child, sub) in enumerate(list(parent._modules.items())):
+            if i < at and sub is not None and not self.first and any(True for _ in sub.parameters()):
+                # token tables are not looked at with inputs_embeds; tables of positions are, and must add nothing
+                parent._modules[child] = _Nothing()
+            elif i > at and sub is not None and not self.last and any(True for _ in sub.parameters()):
+                parent._modules[child] = _PassHead()
+        if not self.last and parent is not self.module:
+            for child, sub in list(self.module._modules.items()):
+                if child != path.split(".")[0] and sub is not None and any(True for _ in sub.parameters()):
+                    self.module._modules[child] = _PassHead()
+
+    def __call__(self, given: dict[str, Any]) -> dict[str, Any]:
+        """`given`: arguments of the model's forward. Returns those of the next stage; of the last one, logits in their place."""
+        output = self.module(**given, use_cache=False)
+        rest = {k: v for k, v in given.items() if k not in ("input_ids", "inputs_embeds")}
+        return {**rest, "inputs_embeds": output.logits}
+
+
+def _clone(module: Any) -> Any:
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
+class _Trial:
+    """One small batch through the whole model and through the stages: a model whose forward can not be cut this way (it scales
+    `inputs_embeds`, say) is refused instead of trained wrongly."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        self.blocks = list(cast(nn.ModuleList, model.get_submodule(path)))
+        self._was_training = model.training
+        self._model = model.eval()
+        vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._ids = torch.arange(8).view(2, 4) % vocabulary
+        seen: list[Any] = []
+        hook = self.blocks[0].register_forward_hook(lambda m, a, output: seen.append(output))
+        try:
+            with torch.no_grad():
+                self._expected = model(input_ids=self._ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        self.blocks_return_tuples = isinstance(seen[0], tuple)
+
+    def compare(self, stages: list[_Skeleton]) -> None:
+        given: dict[str, Any] = {"input_ids": self._ids}
+        with torch.no_grad():
+            for stage in stages:
+                given = stage(given)
+        self._model.train(self._was_training)
+        got = given["inputs_embeds"]
+        if got.shape != self._expected.shape or not torch.allclose(got, self._expected, rtol=1e-4, atol=1e-5):
+            raise ModelError(
+                f"{type(self._model).__name__} can not be cut at its list of blocks: its stages one after the other give another "
+                "result than the whole model; write it as a PipelineModule of layers"
+            )
+
+
+def split_causal_lm(
+    model: nn.Module, num_stages: int, *, schedule: str | ScheduleRule = "1f1b", virtual_stages: int | None = None,
+    partition_method: PartitionMethod = "uniform",
+) -> PipelinedCausalLM:  # fmt: skip
+    """Cuts a Hugging Face causal LM, whole in memory on every rank, into `num_stages` ranks' stages at its list of blocks.
+    `partition_method` weighs blocks. The stages are compared with the whole model first; raises `ModelError` where they
+    differ."""
+    return PipelinedCausalLM(model, num_stages, schedule, virtual_stages, partition_method)

@@ -1,0 +1,204 @@
+"""`PipelineModule`: a model as a list of layers, of which each rank has those of its stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from zeroengine.errors import ModelError
+from zeroengine.pipeline.layers import (
+    FunctionLayer,
+    LayerSpec,
+    Tie,
+    TiedLayer,
+    TiedLayerSpec,
+    count_parameters,
+    share,
+    tied_name,
+)
+from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
+from zeroengine.pipeline.schedules import ScheduleRule, find_rule
+
+LossFunction = Callable[[Any, Any], Tensor]
+LossWeight = Callable[[Any], Any]
+
+
+def pipeline_rank(ranks: int) -> int:
+    """This process' place among `ranks` pipeline ranks: the pipeline is the outermost dimension of the mesh."""
+    if ranks == 1:
+        return 0
+    if not dist.is_initialized():
+        raise ModelError(f"a PipelineModule of {ranks} stages needs the job's ranks: call zeroengine.init_distributed() first")
+    world = dist.get_world_size()
+    if world % ranks:
+        raise ModelError(f"num_stages={ranks} does not divide the {world} ranks of the job")
+    return dist.get_rank() // (world // ranks)
+
+
+class PipelineModule(nn.Module):
+    """A model cut into stages.
+
+    `layers`: `LayerSpec`s, modules and functions, each called with the output of the one before; the first with the inputs of a
+    batch `(inputs, labels)`. `num_stages`: ranks of the pipeline. `loss_fn(output, labels)` is the mean loss of a micro-batch.
+    `loss_weight(labels)`: how many tokens (or samples) that mean is over; with it the loss of a step is the mean over
+    all tokens of all micro-batches and ranks, without it every micro-batch counts the same.
+    `schedule`: a name, "package.module:function" or a `ScheduleRule`; `virtual_stages`: stages on each rank.
+    `partition_method`: uniform, parameters, type:<regex>, or the measured time of each layer.
+    `seed_layers`: a layer made from a spec starts from seed `base_seed` + its index, so the split does not change the model.
+    `dropout_seed`: random numbers of a layer depend on it, the step, the micro-batch and the layer only.
+    `activation_checkpoint_interval`: recompute so many layers at a time in backward; 0 keeps activations.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], num_stages: int = 1, loss_fn: LossFunction | None = None, *,
+        partition_method: PartitionMethod = "parameters", schedule: str | ScheduleRule = "1f1b",
+        virtual_stages: int | None = None, loss_weight: LossWeight | None = None, seed_layers: bool = True,
+        base_seed: int = 1234, dropout_seed: int | None = None, activation_checkpoint_interval: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._configure(num_stages, schedule, virtual_stages, loss_fn, loss_weight)
+        self.dropout_seed = dropout_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        names = [s.name if isinstance(s, LayerSpec) else type(s).__name__ for s in layers]
+        weights = layer_weights(partition_method, names, lambda: [count_parameters(s) for s in layers])
+        self.parts = balanced(weights, len(self.placement))
+        self.tied = nn.Module()
+        self.layers = nn.ModuleDict()
+        for stage in self.local_stages:
+            for i in range(self.parts[stage], self.parts[stage + 1]):
+                self.layers[str(i)] = self._build(layers[i], i, base_seed if seed_layers else None)
+        self.ties = self._tie(layers)
+
+    def _configure(
+        self, num_stages: int, schedule: str | ScheduleRule, virtual_stages: int | None, loss_fn: LossFunction | None,
+        loss_weight: LossWeight | None,
+    ) -> None:  # fmt: skip
+        self.num_stages = num_stages
+        self.schedule_rule = find_rule(schedule)
+        self.virtual_stages = self.schedule_rule.default_chunks if virtual_stages is None else virtual_stages
+        self.placement = self.schedule_rule.placement(num_stages, self.virtual_stages)
+        self.stage_rank = pipeline_rank(num_stages)
+        self.loss_fn, self.loss_weight = loss_fn, loss_weight
+        self.draw = 0  # set by the engine for each step
+
+    @property
+    def local_stages(self) -> tuple[int, ...]:
+        return tuple(s for s, r in enumerate(self.placement) if r == self.stage_rank)
+
+    @property
+    def state_names_ties(self) -> bool:
+        """Whether a state_dict lists tied weights under the names of their ties as well."""
+        return True
+
+    def saved_name(self, name: str) -> str:
+        """The name in a checkpoint: it must not depend on where the model is cut. Every rank knows it for all tied weights."""
+        return name
+
+    def part_of(self, name: str) -> str:
+        """What a parameter is reduced with: its stage, or its tie."""
+        pieces = name.split(".")
+        if pieces[0] == "tied":
+            return f"tied.{pieces[1]}"
+        return f"stage {self.stage_of_layer(int(pieces[1]))}"
+
+    def stage_of_layer(self, index: int) -> int:
+        return next(s for s in range(len(self.placement)) if index < self.parts[s + 1])
+
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        """(inputs of the first stage, labels of the last)."""
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return batch[0], batch[1]
+        raise ModelError(f"a batch for a PipelineModule is (inputs, labels), not {type(batch).__name__}")
+
+    def loss(self, output: Any, labels: Any) -> Tensor:
+        """The scalar loss of a micro-batch."""
+        return self.loss_fn(output, labels) if self.loss_fn is not None else output
+
+    def forward(self, x: Any, stage: int | None = None, micro: int = 0) -> Any:
+        """Runs one local stage, or all stages where this rank has them all."""
+        if stage is not None:
+            return self._run_stage(x, stage, micro)
+        if len(self.local_stages) != len(self.placement):
+            raise ModelError(
+                f"pipeline rank {self.stage_rank} has stages {self.local_stages} only; run the model by engine.train_batch"
+            )
+        for s in self.local_stages:
+            x = self._run_stage(x, s, micro)
+        return x
+
+    def _run_stage(self, x: Any, stage: int, micro: int) -> Any:
+        start, end = self.parts[stage], self.parts[stage + 1]
+        each = self.activation_checkpoint_interval
+        if each <= 0 or not torch.is_grad_enabled():
+            return self._run_layers(x, start, end, micro)
+        for first in range(start, end, each):
+            last = min(first + each, end)
+            x = checkpoint(self._run_layers, x, first, last, micro, use_reentrant=False)
+        return x
+
+    def _run_layers(self, x: Any, start: int, end: int, micro: int) -> Any:
+        for i in range(start, end):
+            with self._seeded(i, micro):
+                x = self.layers[str(i)](x)
+        return x
+
+    @contextlib.contextmanager
+    def _seeded(self, layer: int, micro: int) -> Iterator[None]:
+        if self.dropout_seed is None or not self.training:
+            yield
+            return
+        devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(hash((self.dropout_seed, self.draw, micro, layer)) & (2**63 - 1))
+            yield
+
+    def _build(self, spec: Any, index: int, seed: int | None) -> nn.Module:
+        built = spec
+        if isinstance(spec, LayerSpec):
+            with torch.random.fork_rng(enabled=seed is not None):
+                if seed is not None:
+                    torch.manual_seed(seed + index)
+                built = spec.build()
+        if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+            return TiedLayer(built, spec.forward_fn)
+        if not isinstance(built, nn.Module):
+            if not callable(built):
+                raise ModelError(f"layer {index} is a {type(built).__name__}: neither a module nor a function")
+            return FunctionLayer(built)
+        return built
+
+    def _tie(self, layers: Sequence[Any]) -> tuple[Tie, ...]:
+        """Shares tied parameters among the local layers; says which stages have which."""
+        groups: dict[str, list[tuple[int, TiedLayerSpec]]] = {}
+        for i, spec in enumerate(layers):
+            if isinstance(spec, TiedLayerSpec):
+                groups.setdefault(spec.key, []).append((i, spec))
+        ties = []
+        for key in sorted(groups):
+            attributes = groups[key][0][1].attributes
+            if any(set(spec.attributes) != set(attributes) for _, spec in groups[key]):
+                raise ModelError(f"tied layers of key '{key}' tie different attributes")
+            local = []
+            for i, _ in groups[key]:
+                if str(i) in self.layers:
+                    layer = self.layers[str(i)]
+                    local.append((f"layer {i}", layer.module if isinstance(layer, TiedLayer) else layer))
+            if local:
+                share(self.tied, key, attributes, local)
+            names = tuple(tied_name(key, path) for path in attributes)
+            stages = tuple(sorted({self.stage_of_layer(i) for i, _ in groups[key]}))
+            ties.append(Tie(key, names, stages))
+        return tuple(ties)
+
+
+def zero_of(output: Any) -> Tensor:
+    """A loss of zero that still depends on `output`, for a micro-batch without any target."""
+    parts = [t.float().sum() * 0.0 for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    return sum(parts[1:], parts[0])
