@@ -135,6 +135,23 @@ def commit(saving: Path, final: Path, marker: Marker, *, latest: bool) -> None:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
+def prune(directory: Path, keep: int, newest: str) -> None:
+    """Removes complete checkpoints so that `keep` are left: `newest`, the one `latest` names, then by age.
+
+    What cannot be removed is left with a warning: the checkpoint that was just saved is not at fault.
+    """
+    safe = {newest, _read_latest(directory)}
+    others = [tag for tag in complete_tags(directory) if tag not in safe and (directory / tag).is_dir()]
+    for tag in others[max(keep - len(safe - {None}), 0) :]:
+        going = _beside(directory / tag, "old")
+        try:
+            (directory / tag).rename(going)
+            (going / MARKER).unlink()  # from here on it is no checkpoint that an interrupted removal could bring back
+            shutil.rmtree(going)
+        except OSError as exc:
+            logger.warning("the old checkpoint %s is not removed: %s", directory / tag, exc)
+
+
 def write_latest(directory: Path, tag: str) -> None:
     """Points `latest` to `tag`, in one step and durably."""
     check_tag(tag)

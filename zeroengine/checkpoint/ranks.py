@@ -51,6 +51,11 @@ class Ranks:
                 )
         self.process_group, self.rank, self.world = process_group, rank, world
 
+    @staticmethod
+    def of_job() -> Ranks:
+        """All ranks of the default group."""
+        return Ranks(None, dist.get_rank(), dist.get_world_size())
+
     def phase(self, doing: str, work: Callable[[], T]) -> list[T]:
         """Runs `work` on every rank and returns all results in rank order.
 

@@ -374,6 +374,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             return
         self._destroyed = True
         self.reload_states()
+        self._end_background_saves()
         self._begin_hook.remove()
         self.mechanism.remove()
         if self.experts is not None:

@@ -1,0 +1,236 @@
+"""The engine's state as pieces of named tensors: what this rank holds, and which of it this rank writes.
+
+Keys: `model.<name>` (parameters and persistent buffers as the model uses them), `master.<name>` (fp32 masters of 16-bit
+parameters), `optim.<name>.<state>` (what the torch optimizer keeps for a parameter). A checkpoint made of them does not know
+stages, ranks or buckets: a part of a parameter that ranks share (layers, experts) knows its place in the whole, and every expert of a
+list has its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroengine.engine.mechanism import Mechanism
+from zeroengine.errors import CheckpointError
+from zeroengine.moe.experts import ExpertList
+from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.build import Groups
+from zeroengine.zero.experts import expert_part
+from zeroengine.zero.layout import Piece
+from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import TensorShard, tensor_shard
+
+Pieces = dict[str, list[Piece]]
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part that this rank writes of what several ranks hold alike: together the ranks write every element once. `experts` is
+    the share of what only the ranks with the same experts hold."""
+
+    rank: int
+    world: int
+    replica: int
+    replicas: int
+    experts: Share | None = None
+
+    @staticmethod
+    def of(groups: Groups) -> Share:
+        ranks = groups.equal or groups.control.ranks
+        experts = None if groups.experts is None else Share.of(groups.experts)
+        return Share(ranks.index(groups.rank), len(ranks), groups.replicas.rank, groups.replicas.size, experts)
+
+    def of_slice(self, own: slice) -> tuple[int, int]:
+        """Elements of this rank's slice of a bucket, which its replicas hold too."""
+        size = own.stop - own.start
+        return own.start + size * self.replica // self.replicas, own.start + size * (self.replica + 1) // self.replicas
+
+    def of_part(self, bucket: Bucket, offset: int, start: int, size: int) -> tuple[int, int]:
+        """Which of the `size` elements of a part that begins at element `start` of a parameter. `offset` is the parameter's
+        place in its bucket. Where state is sharded, only this rank and its replicas hold the part; elsewhere all ranks do."""
+        if bucket.policy.shard_state:
+            return size * self.replica // self.replicas, size * (self.replica + 1) // self.replicas
+        at = offset + start
+        lo, hi = self.of_slice(bucket.own)
+        return min(max(lo - at, 0), size), max(min(hi - at, size), 0)
+
+    def of_whole(self, param: Tensor) -> tuple[int, int]:
+        """Elements of a parameter that no bucket cuts."""
+        mine, numel = self._among(expert_part(param) is not None), param.numel()
+        return numel * mine.rank // mine.world, numel * (mine.rank + 1) // mine.world
+
+    def of_buffer(self, of_experts: bool) -> bool:
+        """Whether this rank writes a buffer: its values are those of the first rank that holds it."""
+        return self._among(of_experts).rank == 0
+
+    def _among(self, of_experts: bool) -> Share:
+        return self.experts if of_experts and self.experts is not None else self
+
+
+def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: bool = False, share: Share | None = None) -> Pieces:
+    """This rank's parts of parameters and buffers; with `share`, only those that it writes."""
+    found: Pieces = {}
+    for bucket in mechanism.buckets:
+        if exclude_frozen and not bucket.trainable:
+            continue
+        lo, hi = (bucket.own.start, bucket.own.stop) if share is None else share.of_slice(bucket.own)
+        for spec in bucket.layout.specs:
+            found[f"model.{spec.name}"] = []
+        for s in bucket.layout.segments(lo, hi):
+            spec, at = bucket.layout.specs[s.index], lo - bucket.own.start + s.at
+            data = bucket.shard[at : at + s.end - s.start]
+            found[f"model.{spec.name}"].append(
+                Piece(spec.name, spec.shape, s.start, data, tensor_shard(bucket.params[s.index]))
+            )
+    for name, p in module.named_parameters():
+        if slot_of(p) is None and not (exclude_frozen and not p.requires_grad):
+            flat = p.data.view(-1)
+            lo, hi = (0, p.numel()) if share is None else share.of_whole(p)
+            whole = Piece(name, p.shape, lo, flat[lo:hi], tensor_shard(p))
+            found[f"model.{name}"] = [whole] if hi > lo or not p.numel() else []
+    of_experts = {id(b) for m in module.modules() if isinstance(m, ExpertList) and m.group.size > 1 for b in m.buffers()}
+    for name, b in persistent_buffers(module):
+        mine = share is None or share.of_buffer(id(b) in of_experts)
+        found[f"model.{name}"] = [Piece(name, b.shape, 0, b.detach().contiguous().view(-1))] if mine else []
+    return found
+
+
+def master_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pieces:
+    """This rank's parts of the masters that are separate from the values; with `share`, only those that it writes."""
+    found: Pieces = {}
+    for master in optimizer.masters:
+        if not master.separate:
+            continue
+        places = _places(master.bucket)
+        found.update({f"master.{name}": [] for name in places})
+        for _, piece in master.pieces():
+            size = piece.data.numel()
+            bucket, offset, part = places[piece.name]
+            lo, hi = (0, size) if share is None else share.of_part(bucket, offset, piece.start, size)
+            if lo < hi:
+                found[f"master.{piece.name}"].append(Piece(piece.name, piece.shape, piece.start + lo, piece.data[lo:hi], part))
+    return found
+
+
+def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pieces:
+    """This rank's parts of what the optimizer keeps; with `share`, only those that it writes.
+
+    A tensor of the part's own size is cut like the parameter. Others, and numbers, belong to the parameter as a whole: step
+    counts, which are the same wherever a part of it is, and the factors that a whole-matrix optimizer keeps.
+    """
+    found: Pieces = {}
+    places = {name: place for m in optimizer.masters for name, place in _places(m.bucket).items()}
+    for view, piece in optimizer.held():
+        size, (bucket, offset, part) = view.numel(), places[piece.name]
+        lo, hi = (0, size) if share is None else share.of_part(bucket, offset, piece.start, size)
+        for key, value in optimizer.state.get(view, {}).items():
+            data = _as_tensor(value, piece.name)
+            if data is None:
+                continue
+            parts = found.setdefault(f"optim.{piece.name}.{key}", [])
+            if data.dim() and data.shape == view.shape:
+                if lo < hi:
+                    flat = data.detach().contiguous().view(-1)[lo:hi]
+                    parts.append(Piece(piece.name, piece.shape, piece.start + lo, flat, part))
+            elif data.dim() and size != piece.shape.numel():
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with {size} "
+                    "elements; its place in the whole parameter is not known, so it cannot be saved"
+                )
+            elif not parts and (share is None or (piece.start + lo == 0 and lo < hi)):
+                parts.append(Piece(piece.name, data.shape, 0, data.detach().contiguous().view(-1)))
+    return found
+
+
+def _places(bucket: Bucket) -> dict[str, tuple[Bucket, int, TensorShard | None]]:
+    """{name: (bucket, offset in it, which part it is of the parameter that ranks share)} of the parameters of a bucket."""
+    named = zip(bucket.layout.specs, bucket.params, strict=True)
+    return {spec.name: (bucket, spec.offset, tensor_shard(p)) for spec, p in named}
+
+
+def _as_tensor(value: Any, name: str) -> Tensor | None:
+    """What an optimizer keeps as a tensor: numbers become 0-d ones; None (no momentum yet) is nothing."""
+    if isinstance(value, Tensor):
+        return value
+    kind = _NUMBERS.get(type(value))
+    if kind is not None:
+        return torch.tensor(value, dtype=kind)
+    if value is None:
+        return None
+    raise CheckpointError(
+        f"the optimizer keeps a {type(value).__name__} for parameter '{name}'; a checkpoint holds tensors and numbers: keep it "
+        "as one of these, or outside of the optimizer's state"
+    )
+
+
+def fill_optimizer(optimizer: ZeroOptimizer, wanted: Pieces, without: frozenset[str]) -> None:
+    """After `wanted` (of `optimizer_pieces`) was loaded: gives numbers and step counts to every part of a parameter, and takes
+    the state of the parameters in `without` away: they had none when the checkpoint was saved."""
+    for view, piece in optimizer.held():
+        if piece.name in without:
+            optimizer.state.pop(view, None)
+            continue
+        state = optimizer.state.get(view, {})
+        for key, value in state.items():
+            if value is None:
+                continue
+            loaded = wanted[f"optim.{piece.name}.{key}"][0].data
+            if not isinstance(value, Tensor):
+                state[key] = loaded[0].item()
+            elif value.dim() == 0 or value.shape != view.shape:
+                value.copy_(loaded.view(value.shape))
+            elif not value.is_contiguous():
+                value.copy_(next(p for p in wanted[f"optim.{piece.name}.{key}"] if p.start == piece.start).data.view(value.shape))
+
+
+def make_state(optimizer: ZeroOptimizer) -> list[nn.Parameter]:
+    """Lets the torch optimizer create the state that is not there yet; returns the optimized tensors that had none."""
+    bare = [view for view, _ in optimizer.held() if not optimizer.state.get(view)]
+    optimizer.make_state()
+    return bare
+
+
+def under_names(pieces: Pieces, saved_name: Callable[[str], str]) -> Pieces:
+    """The same pieces under the keys of `saved_name(name)` in place of `name`."""
+
+    def key_of(key: str) -> str:
+        kind, _, name = key.partition(".")
+        if kind != "optim":
+            return f"{kind}.{saved_name(name)}"
+        name, _, what = name.rpartition(".")
+        return f"{kind}.{saved_name(name)}.{what}"
+
+    return {key_of(key): parts for key, parts in pieces.items()}
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer that belongs to the state, once, by its first name."""
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for name, b in child._buffers.items():
+            if b is not None and name not in child._non_persistent_buffers_set and id(b) not in seen:
+                seen.add(id(b))
+                yield (f"{prefix}.{name}" if prefix else name), b
+
+
+def other_names(module: nn.Module) -> dict[str, str]:
+    """{other name: first name} of parameters and buffers that the module has under several names (tied weights)."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for group in (child._parameters, child._buffers):
+            for name, tensor in group.items():
+                if tensor is None or name in child._non_persistent_buffers_set:
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                known = first.setdefault(id(tensor), full)
+                if known != full:
+                    found[full] = known
+    return found
