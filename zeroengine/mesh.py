@@ -81,7 +81,8 @@ class Mesh:
 
     Gathering and reducing have separate streams over the same ranks, so that they need no common order.
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
-    always over CPU tensors.
+    always over CPU tensors. `tensor` joins the ranks that share each layer (`tensor_control` over CPU tensors),
+    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors.
     """
 
     degrees: Degrees
@@ -92,6 +93,9 @@ class Mesh:
     shard_grads: AnyCommunicator
     replicate_grads: AnyCommunicator
     control: AnyCommunicator
+    tensor: AnyCommunicator
+    tensor_control: AnyCommunicator
+    same_sample: AnyCommunicator
 
     def coordinate(self, dim: str) -> int:
         return self.degrees.coordinates(self.rank)[dim]
@@ -103,6 +107,16 @@ class Mesh:
     def data_parallel_size(self) -> int:
         """Number of ranks over which a gradient is averaged."""
         return math.prod(getattr(self.degrees, d) for d in DATA_DIMS)
+
+    @property
+    def sample_groups(self) -> int:
+        """Number of groups of ranks that read different data."""
+        return self.degrees.dp_replicate * self.degrees.dp_shard
+
+    @property
+    def sample_group(self) -> int:
+        """Which of them this rank is in."""
+        return self.coordinate("dp_replicate") * self.degrees.dp_shard + self.coordinate("dp_shard")
 
     def close(self) -> None:
         """Collective."""
@@ -128,4 +142,7 @@ def build_mesh(
         shard_grads=fabric.communicator("grads", shard),
         replicate_grads=fabric.communicator("replicas", degrees.ranks_along(fabric.rank, ("dp_replicate",))),
         control=fabric.communicator("control", degrees.ranks_along(fabric.rank, DATA_DIMS), control=True),
+        tensor=fabric.communicator("tensor", degrees.ranks_along(fabric.rank, ("tp",))),
+        tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
+        same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
     )

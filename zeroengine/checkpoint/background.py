@@ -105,7 +105,7 @@ def staged(tensors: Mapping[str, Sequence[Piece]]) -> dict[str, list[Piece]]:
             start = next(at)
             target = block[start : start + piece.data.nbytes].view(piece.data.dtype)
             target.copy_(piece.data.detach(), non_blocking=True)
-            copies[key].append(Piece(piece.name, piece.shape, piece.start, target))
+            copies[key].append(Piece(piece.name, piece.shape, piece.start, target, piece.part))
     for device in devices:
         torch.accelerator.synchronize(device)
     return copies

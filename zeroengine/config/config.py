@@ -26,6 +26,7 @@ from zeroengine.config.sections import (
     MeshSection,
     OptimizerSection,
     SchedulerSection,
+    SequenceParallelSection,
     TensorParallelSection,
     TorchAutocastSection,
 )
@@ -81,6 +82,9 @@ class Config(Section):
     zero_optimization: ZeroSection = key(None, "Sharding.", factory=ZeroSection)
     mesh: MeshSection = key(None, "Degrees of parallelism.", ours=True, factory=MeshSection)
     tensor_parallel: TensorParallelSection = key(None, "Another form of `mesh.tp`.", factory=TensorParallelSection)
+    sequence_parallel: SequenceParallelSection = key(
+        None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection
+    )
     health: HealthSection = key(None, "Waiting for other ranks.", ours=True, factory=HealthSection)
     activation_checkpointing: ActivationCheckpointingSection = key(
         None, "DeepSpeed's checkpointing function.", factory=ActivationCheckpointingSection

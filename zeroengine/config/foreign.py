@@ -146,7 +146,6 @@ FOREIGN: tuple[Foreign, ...] = (
         "sequence_parallel_size", "Ranks that share one sequence.", "write `mesh.cp`", "",
         other_than(1, 0, None),
     ),
-    _refused("sequence_parallel", "Ranks that share one sequence.", "write `mesh.cp`"),
     _refused(
         "managed_gradient_accumulation", "False leaves accumulation to the script.",
         "leave it true and set `gradient_accumulation_steps` to 1 to step after every backward", "", other_than(True),

@@ -152,6 +152,28 @@ class MeshSection(Section):
     ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
 
 
+SequenceAttention = Annotated[Literal["ulysses", "ring", "usp"], choice("ulysses", "ring", "usp")]
+SequencePlacement = Annotated[Literal["zigzag", "contiguous"], choice("zigzag", "contiguous")]
+
+
+class SequenceParallelSection(Section):
+    """How the `mesh.cp` ranks of a sequence attend to all of it."""
+
+    attention: SequenceAttention | None = key(
+        None,
+        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). null: what the model is built with, or ulysses.",
+        ours=True,
+    )
+    ulysses: PositiveInteger | None = key(None, "Ranks that trade heads, with `usp`; the rest is the ring.", ours=True)
+    layout: SequencePlacement = key("zigzag", "Placement along a ring: zigzag (equal causal work) or contiguous.", ours=True)
+
+    @model_validator(mode="after")
+    def _degree_belongs_to_usp(self) -> SequenceParallelSection:
+        if (self.ulysses is not None) != (self.attention == "usp"):
+            raise ValueError('`ulysses` and `attention: "usp"` go together: usp splits `mesh.cp` into ulysses x ring')
+        return self
+
+
 class HealthSection(Section):
     """How long ranks wait for one another."""
 
@@ -178,6 +200,15 @@ class TensorParallelSection(Section):
     """DeepSpeed's way to write `mesh.tp`."""
 
     autotp_size: Count = key(0, "Tensor-parallel degree; 0 and 1 are off. The same as `mesh.tp`.")
+    sequence_parallel: Flag = key(
+        False, "Split activations between the layers along the sequence as well (Megatron-SP).", ours=True
+    )
+    loss_parallel: Flag = key(
+        False, "Leave logits cut along the vocabulary and compute the loss from the parts; the model returns its part.", ours=True
+    )
+    check_replicas_every: Count = key(
+        0, "Steps between two comparisons of the parameters that all tensor-parallel ranks hold whole; 0 is never.", ours=True
+    )
     tp_overlap_comm: Flag = ignored(False, "Overlap tensor-parallel communication.", "affects speed only")
     dtype: DtypeName | None = ignored(None, "Type of the weights.", "the type follows from `fp16` or `bf16`")
     tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")

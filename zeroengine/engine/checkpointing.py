@@ -15,6 +15,7 @@ from zeroengine.engine import pieces as state
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.engine.state import model_files
@@ -76,7 +77,7 @@ class CheckpointMethods:
         if optimizer is not None:
             tensors.update(state.master_pieces(optimizer, share))
             tensors.update(state.optimizer_pieces(optimizer, share))
-        tensors = self._pieces_to_save(tensors)
+        tensors = self._pieces_to_save(place_parts(tensors, self.module))
         values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
         own = {"random": random_states(), "buffers": self._own_buffers()}
         if not blocking:
@@ -155,7 +156,7 @@ class CheckpointMethods:
         made: list[nn.Parameter] = []
         if with_state and optimizer is not None:
             made = state.make_state(optimizer)
-            moments = state.optimizer_pieces(optimizer)
+            moments = place_parts(state.optimizer_pieces(optimizer), self.module)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         verdict = Verdict(found, index, load_module_strict, class_name(optimizer) if with_state else None)

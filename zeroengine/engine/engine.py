@@ -16,12 +16,16 @@ from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once, log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.same import check_same_batch
+from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
@@ -48,6 +52,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         mechanism: Mechanism,
         lr_scheduler: Any,
         loader: EngineLoader | None,
+        sequences: SharedSequences | None = None,
+        layers: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -57,6 +63,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self.mechanism = mechanism
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = loader
+        self.sequences = sequences
+        self.layers = layers
         self.device = mesh.fabric.device
         self.global_steps = 0
         self.global_samples = 0
@@ -83,6 +91,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         with self._times.phase("forward"):
+            if self.sequences is not None:
+                return self.sequences.run(self.module, args, kwargs)
+            check_same_batch((args, kwargs), self.mesh.same_sample)
             return self.module(*args, **kwargs)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -147,6 +158,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
             logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
         self._prepare_backward()
+        every = self.settings.tensor_parallel.check_replicas_every
+        if every and self.global_steps % every == 0:
+            self.check_replicas()
         self._print_progress(result)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -220,6 +234,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         """Forgets the gradients of the step so far. Collective if there are any."""
         self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
+
+    def check_replicas(self) -> None:
+        """Raises `DivergenceError` if parameters that all ranks of a tensor group hold whole have come apart. Collective; also run
+        after every `tensor_parallel.check_replicas_every`-th step."""
+        if self.layers is not None:
+            check_replicas(self.module, self.mechanism, self.mesh.tensor_control)
 
     # --- facts ----------------------------------------------------------------------------------------------------
 
@@ -331,6 +351,10 @@ class ZeroEngine(CheckpointMethods, WeightMethods, nn.Module):
         self._end_background_saves()
         self._begin_hook.remove()
         self.mechanism.remove()
+        if self.sequences is not None:
+            self.sequences.remove(self.module)
+        if self.layers is not None:
+            self.layers.remove(self.module)
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:

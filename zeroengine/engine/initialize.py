@@ -18,6 +18,7 @@ from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
@@ -28,6 +29,7 @@ from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.tensor import whole_shape
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -92,7 +94,7 @@ def _initialize(
     training_data: Dataset[Any] | None, lr_scheduler: Any, collate_fn: Callable[..., Any] | None, settings: Config,
     mesh: Mesh, owns_mesh: bool,
 ) -> tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]:  # fmt: skip
-    batch = resolve_batch(settings, mesh.data_parallel_size)
+    batch = resolve_batch(settings, mesh.sample_groups)
     source: Any = optimizer
     if source is None and settings.optimizer is not None:
         source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, model)
@@ -105,15 +107,25 @@ def _initialize(
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
+    check_plain(model)
     to_device(model, mesh.fabric.device)
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_mechanism(model, settings, members, trains=source is not None)
+    layers, sequences = share_layers(model, settings, mesh), None
     zero_optimizer = None
-    if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
+    try:
+        sequences = share_sequences(model, settings, mesh, layers)
+        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        if source is not None:
+            tensor = mesh.tensor_control if layers is not None else None
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
+    except Exception:
+        for shared in (sequences, layers):
+            if shared is not None:
+                shared.remove(model)
+        raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -135,20 +147,24 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
             f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
             "zeroengine.pipe.PipelineModule with num_stages of the same number"
         )
-    for name in ("cp", "tp", "ep"):
-        if getattr(degrees, name) > 1:
-            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
-    if settings.tensor_parallel.autotp_size > 1:
-        raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
+    if stages > 1 and degrees.cp * degrees.tp > 1:
+        raise ConfigError(
+            f"mesh.cp {degrees.cp} and mesh.tp {degrees.tp} with {stages} pipeline stages: layers of a stage and their sequences "
+            "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
+        )
+    if degrees.ep > 1:
+        raise ConfigError(f"mesh.ep is {degrees.ep}: this engine is data, tensor, sequence and pipeline parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
-        if fabric.world_size % (shard * stages):
-            raise ConfigError(
-                f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job"
-                + (f" with {stages} pipeline stages" if stages > 1 else "")
-            )
-        replicate = fabric.world_size // (shard * stages)
-    return build_mesh(fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+        ranks = shard * stages * degrees.cp * degrees.tp
+        if fabric.world_size % ranks:
+            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
+        replicate = fabric.world_size // ranks
+    return build_mesh(
+        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp
+    )
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
@@ -189,14 +205,14 @@ def _scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) ->
 
 def _tell(engine: ZeroEngine) -> None:
     planned = engine.planned_memory()
-    total = sum(p.numel() for p in engine.module.parameters())
-    trainable = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    total = sum(whole_shape(p).numel() for p in engine.module.parameters())
+    trainable = sum(whole_shape(p).numel() for p in engine.module.parameters() if p.requires_grad)
     sizes = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in planned.items())
     log_rank0(
         f"ZeRO stage {engine.zero_optimization_stage()} on {engine.mesh.data_parallel_size} ranks "
         f"({engine.mesh.shard_params.size} to a shard group), {engine.settings.dtype} weights, {total:,} parameters "
         f"({trainable:,} trainable) in {len(engine.mechanism.buckets)} buckets; a rank holds {sizes}; batch "
-        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.data_parallel_size}"
+        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.sample_groups}"
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))

@@ -13,6 +13,7 @@ from torch import nn
 from zeroengine.checkpoint import Comparison
 from zeroengine.engine import pieces as state
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
@@ -72,7 +73,7 @@ def plan_load(module: nn.Module, mechanism: Mechanism, index: Index, saved_name:
             flat = wanted[source(name, wide=False)][0].data
             after.append(lambda b=b, flat=flat: b.copy_(flat.view(b.shape)))  # type: ignore[misc]
     frozen = frozenset(f"model.{saved_name(n)}" for n, p in module.named_parameters() if not p.requires_grad)
-    return LoadPlan(wanted, frozen, tuple(after))
+    return LoadPlan(place_parts(wanted, module), frozen, tuple(after))
 
 
 class Verdict:

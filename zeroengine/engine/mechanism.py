@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
+from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
@@ -82,18 +84,18 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    pool = BufferPool(groups.grads)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
     built = build_buckets(module, rule, groups, pool)
     sharder = build_sharder(module, built, config)
     gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
+        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, pool)
         for b in built.buckets
         if b.trainable and trains
     ]
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, (pool,), gradients, groups, built.masters if trains else {})
 
 
 def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
@@ -113,10 +115,11 @@ def build_scaler(config: Config) -> LossScaler:
 
 
 def attach_optimizer(
-    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
-) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. A model that is
-    refused is left as it was, and can be given again."""
+    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
+    tensor: Communicator | None = None,
+) -> ZeroOptimizer:  # fmt: skip
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
+    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
     mesh = mechanism.groups
     try:
         attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
@@ -124,6 +127,8 @@ def attach_optimizer(
             attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
             build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
         )  # fmt: skip
+        if tensor is not None:
+            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
     except Exception:
         mechanism.remove()
         raise

@@ -186,7 +186,7 @@ class StageReducers(Reducer):
 def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
     """Shards the stages of this rank. Collective over the ranks with the same stages."""
     check_same(module, groups)
-    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    pool = BufferPool(groups.grads)
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
@@ -196,7 +196,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
     for bucket in built.buckets:
         if bucket.trainable and trains:
             how = gradient_rule(config, bucket, groups.data_parallel_size)
-            made = BucketGradients(bucket, how, groups.grads, groups.replicas, gradient_pool)
+            made = BucketGradients(bucket, how, groups.grads, groups.replicas, pool)
             by_part.setdefault(module.part_of(bucket.layout.specs[0].name), []).append(made)
     parts: dict[str, Reducer] = {}
     for name in sorted(by_part):
@@ -204,7 +204,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    return Mechanism(built.buckets, sharder, reducers, (pool, gradient_pool), reducers.gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducers, (pool,), reducers.gradients, groups, built.masters if trains else {})
 
 
 class AcrossStages:

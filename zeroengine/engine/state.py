@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zeroengine.checkpoint import Entry, ModelFolder, Ranks, parse_size
 from zeroengine.engine.pieces import other_names, persistent_buffers
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import whole_shape, whole_value
 
 if TYPE_CHECKING:
     from zeroengine.engine.mechanism import Mechanism
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Values are views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of tensor-parallel layers are joined. Values are views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
         slot = slot_of(named[position][1])
         if slot is None:
-            yield named[position][0], named[position][1].data
+            name, p = named[position]
+            yield name, whole_value(p, p.data, name)
             position += 1
             continue
         with mechanism.sharder.gathered([slot.bucket]):
@@ -36,7 +38,8 @@ def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[
                 here = slot_of(named[position][1])
                 if here is None or here.bucket is not slot.bucket:
                     break
-                yield named[position][0], named[position][1].data
+                name, p = named[position]
+                yield name, whole_value(p, p.data, name)
                 position += 1
 
 
@@ -159,7 +162,7 @@ class WeightMethods:
 
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
         buffers = dict(persistent_buffers(self.module))
-        entries = [Entry(n, tuple(t.shape), cast(t)) for n, t in {**named, **buffers}.items()]
+        entries = [Entry(n, tuple(whole_shape(t)), cast(t)) for n, t in {**named, **buffers}.items()]
         return entries, {other: name for other, name in other_names(self.module).items() if name in named or name in buffers}
 
     def _weight_values(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,8 +20,10 @@ def global_norm(gradients: list[BucketGradients], shard_ranks: tuple[int, ...], 
     """
     mine = squares([_real(g.reduced) for g in gradients])[0].cpu()
     table = control.exchange(mine, "squares of the gradients")
-    rows = [control.ranks.index(r) for r in shard_ranks]
-    total = float(table[rows].sum(0).sum()) if gradients else 0.0
+    if shard_ranks != control.ranks:
+        place = {r: i for i, r in enumerate(control.ranks)}
+        table = table[[place[r] for r in shard_ranks]]
+    total = float(table.sum(0).sum()) if gradients else 0.0
     # fp32: the partial sums differ in their last bits with the size of buckets, and the norm should not
     return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 

@@ -23,10 +23,12 @@ from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import digest
 from zeroengine.zero.gradients import BucketGradients
+from zeroengine.zero.host import HeapTrimmer
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
 
+_SETTLING = 2  # steps after which the heap's holes are given back: the state is made in the first
 _SAY_EVERY = 50  # skipped steps between two warnings, after the first few
 
 
@@ -75,6 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_skips = max_skips
         self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
+        self._settling = _SETTLING
         # What a pipeline replaces: its norm and its reason to skip are those of all stages.
         self.norm_rule: Callable[[list[BucketGradients]], float] = self._norm
         self.blame_rule: Callable[[list[BucketGradients]], str] = self._blame
@@ -160,6 +163,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.scaler.update(not finite)
         self.reducer.clear()
         self.last = StepResult(norm, finite, clipped)
+        if self._settling:
+            self._settling -= 1
+            HeapTrimmer(every=0).freed(0)
         return self.last
 
     # --- parts ----------------------------------------------------------------------------------------------------

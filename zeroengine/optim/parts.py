@@ -20,6 +20,7 @@ from zeroengine.optim.whole import WholeUpdate
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import tensor_shard
 
 Groups = Sequence[Mapping[str, Any]]
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -187,7 +188,9 @@ def _replace(inner: torch.optim.Optimizer, parts: Parts) -> None:
         for p in params:
             slot = slot_of(p)
             if p in made and slot is not None:
-                carry_state(inner, made[p], p.shape, parts.of(slot.bucket.index, slot.index), _starts(parts, slot))
+                shard = tensor_shard(p)  # the constructor saw the whole parameter
+                state = made[p] if shard is None else shard.cut_state(made[p], p.shape)
+                carry_state(inner, state, p.shape, parts.of(slot.bucket.index, slot.index), _starts(parts, slot))
     for group, mine in zip(inner.param_groups, after, strict=True):
         group["params"] = mine
         group.pop("param_names", None)  # one name for each parameter, and there may be more parts or fewer

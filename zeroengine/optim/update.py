@@ -51,6 +51,8 @@ class FlatMaster:
         self.flat: Tensor = self._values if master is None else master
         self._published = self._fingerprint()
         self.parts: dict[int, list[Part]] = {}
+        self._reduced: list[Tensor] = []  # views into `gradients.updated` for `_flat_parts`, while it lies where it lay
+        self._reduced_at = 0
         self.apart: frozenset[int] = frozenset()
         for index, start, end, at in self._ranges(cut):
             spec = bucket.layout.specs[index]
@@ -74,6 +76,7 @@ class FlatMaster:
     def widen(self, indices: frozenset[int]) -> None:
         """From now on the optimizer sees the parameters of these indices in their own shape: here where this rank updates
         everything, else they are `apart`. It must not know parts of them yet."""
+        self._reduced_at = 0
         if self.bucket.policy.shard_state:
             self.apart |= indices
             return
@@ -84,11 +87,14 @@ class FlatMaster:
 
     def _flat_parts(self, used: frozenset[str]) -> Iterator[tuple[Part, Tensor]]:
         """The parts that are updated here and have a gradient in this step, with it: its view in the reduced gradients."""
+        parts = [part for index, of in self.parts.items() if index not in self.apart for part in of]
         reduced = self.gradients.updated
-        for index, parts in self.parts.items():
-            for part in parts:
-                if index not in self.apart and part.name in used:
-                    yield part, reduced[part.at : part.at + part.view.numel()].view(part.view.shape)
+        if self._reduced_at != reduced.data_ptr():
+            self._reduced = [reduced[part.at : part.at + part.view.numel()].view(part.view.shape) for part in parts]
+            self._reduced_at = reduced.data_ptr()
+        for part, grad in zip(parts, self._reduced, strict=True):
+            if part.name in used:
+                yield part, grad
 
     def link(self, used: frozenset[str]) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters have none, as in torch."""

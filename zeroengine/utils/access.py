@@ -18,6 +18,7 @@ from zeroengine.zero.edits import digest
 from zeroengine.zero.gathered import GatheredParameters
 from zeroengine.zero.residency import Slot, slot_of
 from zeroengine.zero.sharder import Sharder
+from zeroengine.zero.tensor import TensorShard, tensor_shard, whole_value
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class _Trained:
     slot: Slot
     master: FlatMaster
     optimizer: ZeroOptimizer
+
+    @property
+    def shard(self) -> TensorShard | None:
+        """The part of the whole parameter that the ranks of a tensor group have one each of."""
+        return tensor_shard(self.master.bucket.params[self.slot.index])
 
     @property
     def held(self) -> int:
@@ -54,17 +60,21 @@ class _Trained:
             full = torch.empty(bucket.layout.padded, dtype=flat.dtype, device=flat.device)
             bucket.comm.all_gather(full, flat.contiguous(), f"{what} of {spec.name}").wait()
             flat = full
-        return flat[spec.offset : spec.end].view(spec.shape).clone()
+        value = flat[spec.offset : spec.end].view(spec.shape)
+        return value.clone() if self.shard is None else self.shard.gather(value, f"{what} of {spec.name}")
 
     def checked(self, value: Tensor, what: str) -> Tensor:
-        """`value` in fp32 on the parameter's device, if it has its shape and is equal on all ranks. Collective."""
+        """`value` in fp32 on the parameter's device, if it has its shape and is equal on all ranks; of a tensor-parallel one this
+        rank's part. Collective."""
         bucket, control = self.master.bucket, self.optimizer.control
         spec, me = bucket.layout.specs[self.slot.index], control.ranks[control.rank]
-        if value.shape != spec.shape:
+        shape = spec.shape if self.shard is None else self.shard.whole_shape(spec.shape)
+        if value.shape != shape:
             raise ModelError(
-                f"rank {me}: {what} of parameter '{spec.name}' has shape {tuple(spec.shape)}, and the value given has "
+                f"rank {me}: {what} of parameter '{spec.name}' has shape {tuple(shape)}, and the value given has "
                 f"{tuple(value.shape)}"
             )
+        value = value if self.shard is None else self.shard.cut(value)
         value = value.detach().to(device=bucket.device, dtype=self.master.flat.dtype).contiguous()
         told = control.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
         if not bool((told == told[0]).all()):
@@ -81,7 +91,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     trained = _find(param)
     if trained is None:
         with GatheredParameters(param):
-            return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+            value = param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+            return whole_value(param, value, "fp32 values")
     trained.optimizer.follow_edits()
     return trained.whole(trained.master.flat, "fp32 values")
 

@@ -201,21 +201,18 @@ class Sharder:
 
     def verify(self) -> None:
         """Raises `ModelError` if the model is not any more what was laid into buckets: an update would be lost."""
-        for name, p in self.module.named_parameters():
-            slot = slot_of(p)
-            if slot is None:
-                changed = p.requires_grad and p.numel()
-                what = "requires grad, but was frozen or not there when the engine was made"
-            elif p.requires_grad and not slot.bucket.trainable:
-                changed, what = True, "was unfrozen after the engine was made"
-            else:
-                changed = not slot.bucket.holds(slot.index)
-                what = "was given other memory after the engine was made (half(), to(), an assignment to .data)"
-            if changed:
-                raise ModelError(
-                    f"parameter '{name}' {what}, and would not be trained; change the model before zeroengine.initialize, "
-                    "or call engine.destroy() and initialize it again"
-                )
+        waiting = [self.module]
+        while waiting:  # `named_parameters` makes a name for each, at every step
+            module = waiting.pop()
+            waiting.extend(m for m in module._modules.values() if m is not None)
+            for p in module._parameters.values():
+                what = None if p is None else _change_of(p)
+                if what is not None:
+                    name = next(n for n, q in self.module.named_parameters() if q is p)
+                    raise ModelError(
+                        f"parameter '{name}' {what}, and would not be trained; change the model before zeroengine.initialize, "
+                        "or call engine.destroy() and initialize it again"
+                    )
 
     @contextlib.contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
@@ -427,3 +424,15 @@ def _storage_of(t: Tensor) -> int:
         return t.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def _change_of(p: nn.Parameter) -> str | None:
+    """What happened to a parameter since it was laid into a bucket, if an update of it would be lost."""
+    slot = slot_of(p)
+    if slot is None:
+        return "requires grad, but was frozen or not there when the engine was made" if p.requires_grad and p.numel() else None
+    if not slot.bucket.trainable and p.requires_grad:
+        return "was unfrozen after the engine was made"
+    if slot.bucket.holds(slot.index):
+        return None
+    return "was given other memory after the engine was made (half(), to(), an assignment to .data)"
