@@ -114,7 +114,7 @@ def _kill_at_every_moment(rank: int, world: int, parent: str, before: str, durin
         _save(directory, during, 3)
         if (found := _read(directory)) != 3:
             problems.append(f"saving again after a kill at access {moment}: found {found}")
-        left = sorted(p.name for p in directory.iterdir() if p.name.startswith(".") and p.is_dir())
+        left = sorted(p.name for p in directory.iterdir() if p.name.startswith("."))
         if left:
             problems.append(f"left after a kill at access {moment} and another save: {left}")
         shutil.rmtree(directory)

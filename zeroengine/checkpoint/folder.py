@@ -7,6 +7,7 @@
     <directory>/<tag>/rank_<r>.pt             Python values of one rank
     <directory>/<tag>/complete.json           written last: format, ranks, names, sizes and checksums of all files
     <directory>/.<tag>.saving-<host>-<pid>-…  a save in progress, or what a killed one left
+    <directory>/.latest-<pid>                 the next `latest`, for the moment before it is renamed
     <directory>/.<tag>.old-<host>-<pid>-…     the former holder of a tag, for the moment of its replacement
 
 A rename makes a folder appear whole. Replacing a tag takes two renames, and a crash between them leaves the complete
@@ -99,6 +100,8 @@ def begin(final: Path) -> Path:
     for hidden, tag in _hidden(final.parent):
         if tag == final.name or _writer_is_gone(hidden):
             _clear(hidden, final.parent / tag)
+    for pointer in final.parent.glob(f".{LATEST}-*"):  # of a save that was killed right before it moved `latest`
+        pointer.unlink(missing_ok=True)
     saving = _beside(final, "saving")
     saving.mkdir()
     return saving
