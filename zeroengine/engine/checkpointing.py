@@ -72,6 +72,7 @@ class CheckpointMethods:
         folder = Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}")
         values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
         own = {"random": random_states(), "buffers": self._own_buffers()}
+        self._follow_edits()
         with self.mechanism.exposed(write=False):
             tensors = self._pieces_to_save(self._held_pieces(exclude_frozen_parameters))
             if blocking:
@@ -82,11 +83,18 @@ class CheckpointMethods:
                 self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
         return True
 
+    def _follow_edits(self) -> None:
+        """Masters follow what was written into parameters. Collective. What lives on a disk is stored again by this, so it comes
+        before all is exposed for reading, where ranks also hear of each other's disks."""
+        placement = self.mechanism.placement
+        placement.check_here()
+        if self.mechanism.optimizer is not None:
+            with placement.faults.kept():
+                self.mechanism.optimizer.follow_edits()
+
     def _held_pieces(self, exclude_frozen: bool) -> Pieces:
-        """What this rank writes of weights, masters and optimizer state. Collective."""
+        """What this rank writes of weights, masters and optimizer state."""
         optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
-        if optimizer is not None:
-            optimizer.follow_edits()
         tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen, share=share)
         if optimizer is not None:
             tensors.update(state.master_pieces(optimizer, share))
