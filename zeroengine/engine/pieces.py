@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import CheckpointError
-from zeroengine.moe.experts import ExpertList
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups
@@ -63,19 +62,13 @@ class Share:
 
     def of_whole(self, param: Tensor) -> tuple[int, int]:
         """Elements of a parameter that no bucket cuts."""
-        mine, numel = self._among(expert_part(param) is not None), param.numel()
+        mine = self.experts if self.experts is not None and expert_part(param) is not None else self
+        numel = param.numel()
         return numel * mine.rank // mine.world, numel * (mine.rank + 1) // mine.world
-
-    def of_buffer(self, of_experts: bool) -> bool:
-        """Whether this rank writes a buffer: its values are those of the first rank that holds it."""
-        return self._among(of_experts).rank == 0
-
-    def _among(self, of_experts: bool) -> Share:
-        return self.experts if of_experts and self.experts is not None else self
 
 
 def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: bool = False, share: Share | None = None) -> Pieces:
-    """This rank's parts of parameters and buffers; with `share`, only those that it writes."""
+    """This rank's parts of parameters and buffers; with `share`, only those that it writes (buffers are rank 0's)."""
     found: Pieces = {}
     for bucket in mechanism.buckets:
         if exclude_frozen and not bucket.trainable:
@@ -95,9 +88,8 @@ def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: boo
             lo, hi = (0, p.numel()) if share is None else share.of_whole(p)
             whole = Piece(name, p.shape, lo, flat[lo:hi], tensor_shard(p))
             found[f"model.{name}"] = [whole] if hi > lo or not p.numel() else []
-    of_experts = {id(b) for m in module.modules() if isinstance(m, ExpertList) and m.group.size > 1 for b in m.buffers()}
     for name, b in persistent_buffers(module):
-        mine = share is None or share.of_buffer(id(b) in of_experts)
+        mine = share is None or share.rank == 0
         found[f"model.{name}"] = [Piece(name, b.shape, 0, b.detach().contiguous().view(-1))] if mine else []
     return found
 
