@@ -201,9 +201,6 @@ class DiskStore:
         if self.exposing:
             yield
             return
-        while self.going:
-            self.finish(self.going[0])
-        self.failed = None  # what could not be stored is tried once more: the disk may have room again
         for record in self.records:
             record.retry()
         self.flush()
