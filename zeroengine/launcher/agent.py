@@ -19,7 +19,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -160,7 +161,7 @@ def launch(plan: Plan, part: Part, run_dir: str, job: str, address: str, port: i
         min_nodes=part.nodes,
         max_nodes=part.nodes,
         nproc_per_node=plan.nproc,
-        run_id=f"{job}-{part.attempt}",
+        run_id=f"{job.rpartition('.')[0]}.{part.attempt}",
         role="rank",
         local_addr=part.address,
         max_restarts=0,  # the launcher restarts all hosts together
@@ -199,6 +200,22 @@ def interfaces(part: Part) -> dict[str, str]:
     return {library: name for library in libraries if name and library not in os.environ}
 
 
+@contextmanager
+def quiet_torch(verbose: bool) -> Iterator[None]:
+    """Around the first import of torch: its native code reads once how much to say. Ranks read it anew."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if verbose or name in os.environ:
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        import torch.distributed  # noqa: F401
+
+        yield
+    finally:
+        del os.environ[name]
+
+
 def main(argv: Sequence[str]) -> int:
     lifeline, events = map(int, argv)
 
@@ -224,7 +241,8 @@ def main(argv: Sequence[str]) -> int:
     line = Lifeline(lifeline, job, plan.grace, watch)
     store: object = None
     try:
-        result = {"event": "result", "status": "usage", "message": too_many_ranks(plan)}
+        with quiet_torch(plan.verbose):
+            result = {"event": "result", "status": "usage", "message": too_many_ranks(plan)}
         if result["message"] is None:
             address, port, store = meeting_place(part, channel, line)
             result = launch(plan, part, run_dir, job, address, port)
