@@ -18,7 +18,6 @@ from pathlib import Path
 
 from tests.launcher.jobs import Job, Launches, wait_until
 
-SUBNET = "10.211.7"
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen")
 
 
@@ -45,6 +44,7 @@ class LabHost:
     address: str
     init: subprocess.Popen[bytes]
     folder: Path
+    port: str  # the outer end of its link
 
     def enter(self, *command: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", *command]
@@ -56,7 +56,7 @@ class LabHost:
 
     def link(self, state: str) -> None:
         """`up` or `down`."""
-        run("ip", "link", "set", f"zr-{self.name}", state)
+        run("ip", "link", "set", self.port, state)
 
     def sshds(self) -> list[int]:
         """Process ids (as seen from outside) of all sshd of the host."""
@@ -90,6 +90,7 @@ class Lab:
     """Hosts `n1`, `n2`, ... and the configuration with which ssh reaches them."""
 
     folder: Path
+    subnet: str = ""  # its first three bytes; the machine itself is 254
     hosts: list[LabHost] = field(default_factory=list)
 
     @property
@@ -112,18 +113,17 @@ class Lab:
 
 @contextmanager
 def lab(folder: Path, count: int) -> Iterator[Lab]:
+    """Hosts on a bridge of their own; several labs may exist at a time."""
     made = Lab(folder)
-    bridge = "zr-bridge"
+    bridge = ""
     try:
-        run("ip", "link", "add", bridge, "type", "bridge")
-        run("ip", "addr", "add", f"{SUBNET}.254/24", "dev", bridge)
-        run("ip", "link", "set", bridge, "up")
+        bridge, made.subnet = make_bridge()
         keys(folder)
-        names = "".join(f"{SUBNET}.{i} n{i}\n" for i in range(1, count + 1))
-        (folder / "etc_hosts").write_text(f"127.0.0.1 localhost\n{SUBNET}.254 bridge\n{names}")
+        names = "".join(f"{made.subnet}.{i} n{i}\n" for i in range(1, count + 1))
+        (folder / "etc_hosts").write_text(f"127.0.0.1 localhost\n{made.subnet}.254 bridge {os.uname().nodename}\n{names}")
         (folder / "etc_resolv.conf").write_text("")
         for i in range(1, count + 1):
-            made.hosts.append(make_host(folder, f"n{i}", f"{SUBNET}.{i}", bridge))
+            made.hosts.append(make_host(folder, f"n{i}", f"{made.subnet}.{i}", bridge))
         write_ssh_config(made)
         yield made
     finally:
@@ -132,8 +132,22 @@ def lab(folder: Path, count: int) -> Iterator[Lab]:
                 kill(pid)
             host.init.kill()
             host.init.wait()
-            subprocess.run(["ip", "link", "del", f"zr-{host.name}"], capture_output=True)
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+            subprocess.run(["ip", "link", "del", host.port], capture_output=True)
+        if bridge:
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
+def make_bridge() -> tuple[str, str]:
+    """Its name, and a subnet that nobody here uses: whoever gets the name gets the subnet."""
+    for i in range(1, 200):
+        made = subprocess.run(["ip", "link", "add", f"zr{i}", "type", "bridge"], capture_output=True, text=True)
+        if made.returncode == 0:
+            run("ip", "addr", "add", f"10.211.{i}.254/24", "dev", f"zr{i}")
+            run("ip", "link", "set", f"zr{i}", "up")
+            return f"zr{i}", f"10.211.{i}"
+        if "File exists" not in made.stderr:
+            raise OSError(made.stderr)
+    raise OSError("all bridges are taken")
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -167,13 +181,13 @@ def make_host(folder: Path, name: str, address: str, bridge: str) -> LabHost:
     script = f"hostname {name} && {mounts} && exec sleep 1000"
     spaces = ["--net", "--uts", "--pid", "--mount", "--mount-proc"]
     init = subprocess.Popen(["unshare", *spaces, "--fork", "--kill-child", "sh", "-c", script])
-    host = LabHost(name, address, init, folder)
+    host = LabHost(name, address, init, folder, f"{bridge}-{name}")
     if not wait_until(lambda: _has_child(init.pid), 10):
         raise TimeoutError("unshare started nothing")
     wait_until(lambda: "sleep" in command_of(host.pid), 10)
-    run("ip", "link", "add", f"zr-{name}", "type", "veth", "peer", "name", "eth7", "netns", str(host.pid))
-    run("ip", "link", "set", f"zr-{name}", "master", bridge)
-    run("ip", "link", "set", f"zr-{name}", "up")
+    run("ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth7", "netns", str(host.pid))
+    run("ip", "link", "set", host.port, "master", bridge)
+    run("ip", "link", "set", host.port, "up")
     for command in (f"ip addr add {address}/24 dev eth7", "ip link set eth7 up", "ip link set lo up"):
         run(*host.enter(*command.split()))
     serve(host)

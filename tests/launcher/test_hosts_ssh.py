@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,14 +62,17 @@ def test_ranks_of_three_hosts_meet_in_the_order_of_the_file(launches: Launches, 
     names.write_text("# order is not that of the addresses\nn3 slots=1\n\nn[1-2] slots=1  # two\n")
     job = hosts.start(launches, "--hostfile", str(names), launches.script(SUM))
     assert job.finish() == 0, job.err
-    first = "10.211.7.3"
+    first = hosts.hosts[2].address
     assert sorted(job.out.splitlines()) == [
         f"[rank0] n3 6 0 0 3 1 {first} eth7", f"[rank1] n1 6 1 0 3 1 {first} eth7", f"[rank2] n2 6 2 0 3 1 {first} eth7",
     ]  # fmt: skip
     assert nothing_left(hosts, job, 2)
 
 
-ODD = {"MY_TEXT": "a  b 'q' \"d\" $HOME `x` \\ é\n second line\n", "MY_EMPTY": "", "NCCL_ODD": "a;b&&c | (d) #e\t!f", "MY_BYTES": "\udcff\udcfe"}
+ODD = {
+    "MY_TEXT": "a  b 'q' \"d\" $HOME `x` \\ é\n second line\n", "MY_EMPTY": "", "MY_BYTES": "\udcff\udcfe",
+    "NCCL_ODD": "a;b&&c | (d) #e\t!f",
+}  # fmt: skip
 
 
 def test_environment_arguments_and_folder_arrive_as_they_are(launches: Launches, hosts: Lab) -> None:
@@ -205,3 +209,27 @@ def test_ranks_that_cannot_reach_the_first_host_are_told_which_way(launches: Lau
     job = hosts.start(launches, *argv, launches.script("pass"))
     assert job.finish(30) == 1
     assert "n2 cannot reach the first host at 10.211.8.9:" in job.err and "--interface" in job.err
+
+
+def test_check_finds_nothing_wrong_and_then_what_is(launches: Launches, hosts: Lab) -> None:
+    names = hosts.hostfile(launches.folder, count=2)
+    job = hosts.start(launches, "check", "--hostfile", names, "--master-port", "29455")
+    assert job.finish(30) == 0, job.out + job.err
+    lines = [line.split() for line in job.out.splitlines()]
+    assert lines[1][:2] == ["n1", "yes"] and lines[2][:2] == ["n2", "yes"] and lines[1][-2:] == ["free", "yes"]
+    assert float(lines[5][1]) > 1 and lines[-1] == "2 hosts, nothing wrong".split()
+    taken = subprocess.Popen(hosts.hosts[1].enter(sys.executable, "-c", LISTEN), stdout=subprocess.PIPE)
+    try:
+        assert taken.stdout is not None and taken.stdout.readline()
+        (launches.folder / "hosts").write_text("n1\nn2\nn3 port=3\n")
+        job = hosts.start(launches, "check", "--hostfile", names, "--master-port", "29455", "--folder", "/etc/..")
+        assert job.finish(30) == 1
+        assert "wrong: n2: port 29455 cannot be used: Address already in use" in job.out
+        assert "wrong: n3: not reached: ssh: connect to host" in job.out and "wrong: n1" not in job.out
+    finally:
+        taken.kill()
+        taken.wait()
+    assert nothing_left(hosts, job, 2)
+
+
+LISTEN = "import socket, time; s = socket.socket(); s.bind(('', 29455)); s.listen(); print('there', flush=True); time.sleep(600)"

@@ -268,8 +268,9 @@ class Crew:
                 self.lose(member, f"it did not answer within {self._job.connect_timeout:g} s" + (f" ({words})" if words else ""))
 
     def _last_words(self) -> str:
+        """The end of what the command that serves all hosts wrote; a node's own words say more than what came of them."""
         lines = [line.strip() for line in self._words.decode(errors="replace").splitlines() if line.strip(" -*\t")]
-        return "; ".join(lines[-3:])
+        return "; ".join([line for line in lines if "zerorun: error: " in line][-3:] or lines[-3:])
 
     def _enough(self, ready: Sequence[Member], now: float) -> bool:
         """An elastic job does not wait for all."""

@@ -66,6 +66,7 @@ class Node:
         self._pipes: RankPipes | None = None
         self._run: LocalRun | None = None
         self._leaving = self._closed = False
+        self._asked: list[int] = []  # signals to this process, of Slurm or MPI
         self._code = 1
         self._folder = run_folder()
         self._mark = f"node-{os.getpid()}"
@@ -82,7 +83,7 @@ class Node:
         wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda number, frame: self._leave(signal.SIGTERM))
+        signal.signal(signal.SIGTERM, lambda number, frame: self._asked.append(number))
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # of a terminal: it is the launcher's to say what they mean
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored (nohup) stays so, for the ranks too
                 signal.signal(number, lambda number, frame: None)
@@ -113,6 +114,10 @@ class Node:
                 self._read_run()
             elif fd != self._out.fd:
                 self._forward(fd)
+        if self._asked and not self._leaving:  # the launcher then ends the other hosts too
+            self._tell("asked", number=self._asked[0])
+            self._code = 128 + self._asked[0]
+            self._leave(self._asked[0])
         self._out.flush()
         if self._display is not None:
             self._display.flush_held()

@@ -108,6 +108,7 @@ def _add_hosts(hosts: argparse._ArgumentGroup) -> None:
     add("--no-ssh", action="store_true", help="the same command is started on each host, by Kubernetes or by hand")
     add("--node-rank", type=int, metavar="K", help="with --no-ssh: which host this is, from 0")
     add("--master-addr", metavar="HOST", help="address of the first host for the others (default: from the way to it)")
+    add("--launcher-addr", metavar="HOST", help="with pdsh, mpi, slurm: address of this host for the others (default: likewise)")
     add("--interface", metavar="NAME", help="network interface of the ranks (default: the one that leads to the first host)")
     add("--remote-python", metavar="PATH", help="interpreter of zerorun on other hosts (default: the same path as here)")
     add("--connect-timeout", type=float, default=60.0, metavar="SECONDS", help="for a host to answer (default: 60)")
@@ -144,8 +145,8 @@ def parse(argv: Sequence[str]) -> Job:
     _check_numbers(options)
     asked = None if options.nproc == "auto" else _nproc(options.nproc)
     place = where(options, asked, os.environ)
-    several = place.max_nodes > 1
-    nproc = asked if asked is not None else 0 if several else _slots(place.hosts) or _nproc("auto")
+    far = place.transport != "local"
+    nproc = asked if asked is not None else 0 if far else _slots(place.hosts) or _nproc("auto")
     world = sum(len(h.slots) if h.slots is not None else nproc for h in place.hosts) if place.transport != "none" else 0
     known = world if all(h.slots is not None or nproc for h in place.hosts) and place.transport != "none" else None
     plan = Plan(
@@ -177,13 +178,43 @@ def parse(argv: Sequence[str]) -> Job:
         sizes=sizes(options.elastic_config),
         node_rank=place.node_rank,
         master_addr=place.master_addr,
+        launcher_addr=options.launcher_addr,
         interface=options.interface,
         remote_python=options.remote_python,
         connect_timeout=options.connect_timeout,
         node_timeout=options.node_timeout,
-        env=forwarded(options, os.environ) if several else {},
+        env=forwarded(options, os.environ) if far else {},
         logs=_log_dir(options.log_dir),
     )
+
+
+def build_check_parser() -> Parser:
+    """Options of `zerorun check`: those that say where, and two of its own."""
+    usage = "zerorun check --hostfile FILE [options]"
+    parser = Parser(prog="zerorun check", usage=usage, add_help=False, allow_abbrev=False)
+    _add_hosts(parser.add_argument_group("hosts"))
+    own = parser.add_argument_group("what is looked at")
+    own.add_argument("--master-port", "--master_port", type=int, default=0, metavar="PORT", help="a port that must be free on all hosts")
+    own.add_argument("--folder", default=".", metavar="DIR", help="a folder that all hosts must share (default: this one)")
+    return parser
+
+
+def parse_hosts(argv: Sequence[str]) -> tuple[Job, str]:
+    """The job of `zerorun check`, which runs nothing, and the folder."""
+    options = build_check_parser().parse_args(list(argv))
+    options.grace, options.max_restarts = 0.0, 0
+    _check_numbers(options)
+    place = where(options, 1, os.environ)
+    if place.transport in ("local", "none"):
+        raise ZeroEngineError("check needs the hosts: give --hostfile, or start it inside a Slurm allocation")
+    plan = Plan(1, "exec", sys.executable, master_port=options.master_port)
+    job = Job(
+        plan, tuple(dataclasses.replace(host, slots=(0,), chosen=False) for host in place.hosts), place.transport,
+        arguments_of_launcher(options.launcher_args), len(place.hosts), len(place.hosts), launcher_addr=options.launcher_addr,
+        interface=options.interface, remote_python=options.remote_python, connect_timeout=options.connect_timeout, node_timeout=30.0,
+        env=forwarded(options, os.environ),
+    )  # fmt: skip
+    return job, options.folder
 
 
 def _check_numbers(options: argparse.Namespace) -> None:

@@ -72,6 +72,7 @@ class Job:
     sizes: tuple[int, ...] | None = None  # numbers of ranks that the batch can be kept with; None: all
     node_rank: int | None = None  # of this host, where the same command is started on each
     master_addr: str | None = None
+    launcher_addr: str | None = None
     interface: str | None = None
     remote_python: str | None = None
     connect_timeout: float = 60.0  # for a host to answer, and to be reached by the others

@@ -47,9 +47,14 @@ class Signals:
         """With other hosts a launcher that is stopped (Ctrl-Z) would look lost to them: they would end their ranks."""
         self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def ask(self, number: int) -> None:
+        """A host was asked to end (Slurm takes the allocation back): that is meant for the job."""
         if self.first is None:
             self.first, self.first_time = number, time.monotonic()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.ask(number)
         elif time.monotonic() - self.first_time > _SAME_SIGNAL:
             self.kill_now = True
 

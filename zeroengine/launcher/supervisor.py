@@ -115,9 +115,11 @@ class Supervisor:
         if event["event"] == "ready" and (said := event["said"]) and said not in self._said:
             self._said.add(said)
             self._outputs.say(said if not member.remote else f"{member.name}: {said}")
-        if self._crew.take(member, event):
+        if event["event"] == "asked":
+            self._signals.ask(event["number"])
+        elif self._crew.take(member, event):
             return
-        if self._round is not None and event["attempt"] == self._round.number:
+        elif self._round is not None and event["attempt"] == self._round.number:
             self._round.take(member, event, self._crew.address)
 
     def _attend(self) -> None:

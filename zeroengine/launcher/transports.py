@@ -111,9 +111,9 @@ def mpi_command(hosts: Sequence[Host], job: Job, address: str, port: int) -> lis
     python = job.remote_python or sys.executable
     parts: list[str] = []
     for host in hosts:
-        place = ["-np", "1", "--host", f"{host.name}:1"]
+        place = ["-np", "1", "--host", f"{host.name}:1", "-x", dialling.TOKEN]  # each part has an environment of its own
         parts += [*([":"] if parts else []), *place, *node_command(python, "dial", address, str(port), host.name)]
-    return ["mpirun", *job.transport_args, "--bind-to", "none", "-x", dialling.TOKEN, *parts]
+    return ["mpirun", *job.transport_args, "--bind-to", "none", *parts]
 
 
 def srun_command(hosts: Sequence[Host], job: Job, address: str, port: int) -> list[str]:
@@ -212,8 +212,8 @@ def environment_of_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 def own_address(job: Job) -> str:
     """This host's address as the other hosts reach it: the one from which the kernel would send to them."""
-    if job.interface is not None:
-        return network.address_of(job.interface)
+    if job.launcher_addr is not None:
+        return network.resolve(job.launcher_addr)
     reasons: list[str] = []
     for host in job.hosts:
         try:
@@ -226,9 +226,12 @@ def own_address(job: Job) -> str:
     if len(reasons) < len(job.hosts):
         return "127.0.0.1"  # all hosts are this one
     try:
-        return network.resolve(os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or socket.gethostname())
+        address = network.resolve(os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or socket.gethostname())
     except ZeroEngineError:
-        raise ZeroEngineError(f"no way to the hosts: {reasons[0]}; name this host's interface with --interface") from None
+        address = "127.0.0.1"
+    if network.is_loopback(address):
+        raise ZeroEngineError(f"at which address the hosts reach this one is not known ({reasons[0]}); give it with --launcher-addr")
+    return address
 
 
 def open_transport(job: Job) -> Transport:

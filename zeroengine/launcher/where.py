@@ -149,8 +149,8 @@ def sizes(path: str | None) -> tuple[int, ...] | None:
     """Numbers of ranks that the `elasticity` of a configuration admits; None without one."""
     if path is None:
         return None
-    from zeroengine.config.elastic import read_sizes  # reads with pydantic, which takes its time to start
+    from zeroengine.config import Config  # reads with pydantic, which takes its time to start
 
     if not os.path.isfile(path):
         raise ZeroEngineError(f"--elastic-config {path}: no such file")
-    return read_sizes(path)
+    return Config.load(path).world_sizes()
