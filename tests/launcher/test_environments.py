@@ -15,7 +15,8 @@ from zeroengine.launcher.schedulers import Place, in_slurm_allocation, in_slurm_
 def test_rules() -> None:
     here = {
         "PATH": "/bin", "PYTHONPATH": "/a b", "NCCL_DEBUG": "INFO", "HF_TOKEN": "t", "ZE_COMM": "gloo", "LC_ALL": "C",
-        "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "1", "ZE_AFFINITY_MASK": "0", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/h", "SSH_AUTH_SOCK": "s",
+        "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "1", "ZE_AFFINITY_MASK": "0", "NCCL_SOCKET_IFNAME": "eth0", "HOME": "/h",
+        "SSH_AUTH_SOCK": "s",
         "SLURM_JOB_ID": "1", "ZERORUN_TOKEN": "x", "PWD": "/", "AWS_SECRET": "x",
     }  # fmt: skip
     assert set(by_rule(here)) == {"PATH", "PYTHONPATH", "NCCL_DEBUG", "HF_TOKEN", "ZE_COMM", "LC_ALL", "OMP_NUM_THREADS"}

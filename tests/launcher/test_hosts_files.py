@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import options
+from zeroengine.launcher.environment import DEVICES
 from zeroengine.launcher.hosts import Host, filtered, limited, parse_hostfile, read_hostfile, visible_devices
+from zeroengine.launcher.preparing import prepare
 
 
 def slots(n: int) -> tuple[int, ...]:
@@ -137,6 +140,32 @@ def test_fewer_hosts_and_slots() -> None:
 )  # fmt: skip
 def test_slots_index_the_visible_devices(visible: str | None, chosen: tuple[int, ...], value: str) -> None:
     assert visible_devices(visible, chosen) == value
+
+
+@pytest.mark.parametrize("visible", [None, "0,2", "4,5"])
+@pytest.mark.parametrize("hostfile", [False, True])
+@pytest.mark.parametrize(("option", "value", "expected"), [
+    (None, None, {None: None, "0,2": "0,2", "4,5": "4,5"}),  # nothing chosen: the variable is left as it is
+    ("--include", "localhost:1", {None: "1", "0,2": "2", "4,5": "5"}),
+    ("--include", "localhost:0-1", {None: "0,1", "0,2": "0,2", "4,5": "4,5"}),
+    ("--exclude", "localhost:0", {None: "1", "0,2": "2", "4,5": "5"}),
+])  # fmt: skip
+def test_what_the_ranks_of_a_host_see(
+    visible: str | None, hostfile: bool, option: str | None, value: str | None, expected: dict[str | None, str | None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    argv = [*(["--hostfile", "hosts"] if hostfile else ["--nproc", "2"]), *([option, value] if option and value else [])]
+    argv = argv if hostfile or option != "--include" else argv[2:]  # the slots say how many
+    job = job_of(tmp_path, monkeypatch, "localhost slots=2\n", *argv)
+    for name in DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (host,) = job.hosts
+    told = {"slots": host.slots, "chosen": host.chosen, "cwd": str(tmp_path), "env": {}, "remote": False}
+    ready = prepare({**told, "plan": dataclasses.asdict(job.plan)}, None)
+    assert (ready.env | ready.plan.env).get("CUDA_VISIBLE_DEVICES") == expected[visible]
+    assert ready.plan.nproc == (2 if option is None or value == "localhost:0-1" else 1)
 
 
 @pytest.mark.parametrize("visible", ["0,2", "4,5", ""])

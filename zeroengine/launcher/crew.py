@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import os
 import selectors
 import time
@@ -151,7 +152,8 @@ class Crew:
 
     def _identify(self, coming: Member, event: Message) -> Member | None:
         """Which host has dialled; None for one that is not of this job."""
-        if (nonce := self._nonces.pop(coming, None)) is not None and event["proof"] != proof(self._transport.token, nonce, "node"):
+        nonce = self._nonces.pop(coming, None)
+        if nonce is not None and not hmac.compare_digest(event["proof"] or "", proof(self._transport.token, nonce, "node")):
             return None
         name = event["name"]
         if self._job.transport != "none":
@@ -241,12 +243,13 @@ class Crew:
         self._give_up(now)
         ready = [m for m in self.members if m.state is State.READY]
         coming = [m for m in self.members if m.state in (State.WAITING, State.GREETED) and not (self._job.elastic and m.retrying)]
-        absent = self._job.max_nodes - len(self.members) if self._job.transport == "none" else 0
+        absent = self._job.max_nodes - len(ready) - len(coming) if self._job.transport == "none" else 0
         in_time = now < self._began + self._job.connect_timeout
         if self.hopeless or (len(coming) + (absent if in_time else 0) and not self._enough(ready, now)):
             return False
         if len(ready) < self._job.min_nodes:
             lost = [f"host {m.name} could not be started: {m.why}" for m in self.members if m.state is State.LOST]
+            lost = lost if self._job.transport != "none" or any(not m.remote for m in self.members if m.state is State.LOST) else []
             missing = f"{len(ready)} of {self._job.min_nodes} nodes have come within {self._job.connect_timeout:g} s"
             self.hopeless = lost or [f"{missing}; start the same command on the others, with this --master-addr and --master-port"]
             return False
@@ -359,7 +362,7 @@ class Crew:
         """Ends the links and what carries them. What a lost node of this host has left is ended too."""
         for member in (*self.members, *self._coming):
             member.detach()
-            if not member.remote and member.state is not State.GONE:
+            if not member.remote:
                 processes.end_all(self._mark(member), (), 1.0)
         self._transport.close()
 

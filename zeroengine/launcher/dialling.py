@@ -27,15 +27,12 @@ def read_token(file: str | None) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Raises `ZeroEngineError` where the port cannot be had."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    """Listens on all addresses of this host, or on one. Raises `ZeroEngineError` where the port cannot be had."""
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
+        listener = socket.create_server((address, port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
         where = network.endpoint(address or socket.gethostname(), port)
         raise ZeroEngineError(f"cannot listen on {where}: {error.strerror}; choose another port with --master-port") from None
     listener.setblocking(False)

@@ -28,6 +28,7 @@ from zeroengine.launcher.link import GREETING, Decoder, LinkError, Message, Outp
 from zeroengine.launcher.localrun import LocalRun, RankPipes, run_folder
 from zeroengine.launcher.plan import Part, Plan
 from zeroengine.launcher.preparing import Prepared, prepare
+from zeroengine.launcher.signals import ENDS
 
 _BACKLOG = 1 << 22  # bytes that may wait for the link before ranks have to wait with their output
 
@@ -83,10 +84,11 @@ class Node:
         wakeup, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda number, frame: self._asked.append(number))
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # of a terminal: it is the launcher's to say what they mean
+        # Those of a terminal are the launcher's, unless the user started this process there.
+        asking = ENDS if self._display is not None else (signal.SIGTERM,)
+        for number in ENDS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored (nohup) stays so, for the ranks too
-                signal.signal(number, lambda number, frame: None)
+                signal.signal(number, lambda number, frame: self._asked.append(number) if number in asking else None)
         with self._folder:
             while not (self._leaving and self._run is None):
                 self._turn(wakeup)

@@ -48,12 +48,13 @@ def prepare(message: Message, own: Plan | None) -> Prepared:
         nproc = plan.nproc or max(1, machine.gpu_count())
     else:
         nproc = len(slots)
-        if message["chosen"]:
-            name = machine.device_variable(env)
-            env[name] = visible_devices(env.get(name), slots)
-    threads = dict(plan.env)
-    said = _threads(threads, env, nproc)
-    return Prepared(dataclasses.replace(plan, nproc=nproc, env=threads), env, said)
+    values = dict(plan.env)
+    if slots is not None and message["chosen"]:
+        both = env | values
+        name = machine.device_variable(both)
+        values[name] = visible_devices(both.get(name), slots)
+    said = _threads(values, env, nproc)
+    return Prepared(dataclasses.replace(plan, nproc=nproc, env=values), env, said)
 
 
 def _check_program(plan: Plan, env: dict[str, str], host: str) -> None:

@@ -133,7 +133,7 @@ class OneCommand:
         self.process: subprocess.Popen[bytes] | None = None
         self._file: Path | None = None
         self.address = own_address(job)
-        self.listener: socket.socket | None = dialling.listen("" if ":" not in self.address else "::", 0)
+        self.listener: socket.socket | None = dialling.listen("", 0)
 
     def start(self, members: Sequence[Member]) -> None:
         if self.listener is None or self.process is not None:
@@ -189,9 +189,8 @@ class Dialled:
 
     def __init__(self, job: Job) -> None:
         self.token = os.environ.get(dialling.TOKEN, "")
-        address = network.resolve(job.master_addr) if job.master_addr is not None else ""
         # All addresses of this host, since the one that others use may be a translated one (a service of Kubernetes).
-        self.listener: socket.socket | None = dialling.listen("::" if ":" in address else "", job.plan.master_port)
+        self.listener: socket.socket | None = dialling.listen("", job.plan.master_port)
 
     def start(self, members: Sequence[Member]) -> None:
         for member in members:

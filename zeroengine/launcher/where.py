@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroengine.errors import ZeroEngineError
-from zeroengine.launcher import environment, network, schedulers
+from zeroengine.launcher import environment, machine, network, schedulers
 from zeroengine.launcher.hosts import Host, filtered, limited, read_hostfile
 
 TRANSPORTS = ("auto", "local", "ssh", "pdsh", "mpi", "slurm")
@@ -101,7 +101,7 @@ def _local_filtered(options: argparse.Namespace, nproc: int | None) -> tuple[Hos
     """`--include localhost:0,2` on one node picks devices of the visible list."""
     if options.include is None and options.exclude is None:
         return _HERE
-    known = tuple(range(nproc)) if nproc is not None and options.exclude is not None else None
+    known = tuple(range(nproc or machine.gpu_count() or 1)) if options.exclude is not None else None
     hosts = filtered((Host("localhost", slots=known),), options.include, options.exclude)
     if options.include is not None and nproc is not None and hosts[0].slots is not None and len(hosts[0].slots) != nproc:
         raise ZeroEngineError(f"--nproc {nproc}, but --include {options.include} has {len(hosts[0].slots)} slots")
