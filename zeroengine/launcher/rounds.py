@@ -121,10 +121,6 @@ class Round:
     def failed(self) -> bool:
         return self._blamed is not None
 
-    @property
-    def failed_since(self) -> float | None:
-        return self._blamed
-
     def settled(self, now: float) -> bool:
         """True when it is time to call one failure the first, and to stop all others."""
         by_itself = self._seen is not None and now >= self._seen + _SETTLE

@@ -41,7 +41,6 @@ class Supervisor:
         self._ending: float | None = None  # when the hosts were told to end
         self._killed = False
         self._code = 0
-        self._judged: list[tuple[Round, RankEnd | Fault]] = []
         self._said: set[str] = set()
         self._turned = time.monotonic()
 
@@ -194,7 +193,6 @@ class Supervisor:
         if cause is None or round_.reported is not None:
             return
         round_.reported = cause
-        self._judged.append((round_, cause))
         if isinstance(cause, RankEnd) and cause.error is not None and cause.error.text:
             self._outputs.log_error(cause.rank, cause.error.text)
         self._show(describe(cause))
