@@ -76,6 +76,40 @@ class Degrees:
 
 
 @dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that share experts (`tokens` moves between them, `control` over CPU tensors), and those of a shard group that
+    hold the same experts (`params`, `grads`). `equal`: global ranks that hold the same ones, in all replicas."""
+
+    tokens: AnyCommunicator
+    control: AnyCommunicator
+    params: AnyCommunicator
+    grads: AnyCommunicator
+    equal: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.tokens.size
+
+    @staticmethod
+    def of(fabric: Fabric, degrees: Degrees, size: int) -> ExpertRanks:
+        """`size` neighbours of a shard group share the experts. Collective. Raises `ConfigError` if they do not divide it."""
+        shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
+        if len(shard) % size:
+            raise ConfigError(
+                f"mesh.ep {size} does not divide the {len(shard)} ranks that share one state (dp_shard {degrees.dp_shard} x cp "
+                f"{degrees.cp}), over which experts are spread; give a divisor"
+            )
+        group, place = divmod(shard.index(fabric.rank), size)
+        together, same = shard[group * size : (group + 1) * size], shard[place::size]
+        equal = sorted(r for s in same for r in degrees.ranks_along(s, ("dp_replicate",)))
+        make = fabric.communicator
+        return ExpertRanks(
+            make("experts", together), make("experts control", together, control=True),
+            make("expert params", same), make("expert grads", same), tuple(equal),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Mesh:
     """One rank's place in the mesh and its communicators.
 
@@ -96,6 +130,7 @@ class Mesh:
     tensor: AnyCommunicator
     tensor_control: AnyCommunicator
     same_sample: AnyCommunicator
+    experts: ExpertRanks | None = None
 
     def coordinate(self, dim: str) -> int:
         return self.degrees.coordinates(self.rank)[dim]
@@ -124,9 +159,9 @@ class Mesh:
 
 
 def build_mesh(
-    fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
+    fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1
 ) -> Mesh:
-    """Builds the mesh of a job once, from degrees. Collective over the world."""
+    """Builds the mesh of a job once, from degrees; `ep` folds over dp_shard and cp. Collective over the world."""
     degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     # dimensions of one rank would cost one group for every rank of the world
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
@@ -145,4 +180,5 @@ def build_mesh(
         tensor=fabric.communicator("tensor", degrees.ranks_along(fabric.rank, ("tp",))),
         tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
         same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
+        experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
 from zeroengine.config.names import optimizer_name, schedule_name
 from zeroengine.config.spec import Section, ignored, key, never, present, refused
@@ -29,6 +29,7 @@ def _no_params() -> FrozenMap:
 
 
 _MASTERS = "masters and gradients stay in fp32, and fewer bits change the result; remove the key or set it to false"
+_FILES = "reads and writes are always issued together and overlap"
 _RECOMPUTE = "the model's own activation checkpointing is used as it is; this affects memory and speed only"
 
 
@@ -123,6 +124,25 @@ class ActivationCheckpointingSection(Section):
     profile: Flag = ignored(False, "Time checkpointed functions.", _RECOMPUTE)
 
 
+class AioSection(Section):
+    """How files of offloaded state are accessed."""
+
+    block_size: PositiveInteger = key(1 << 20, "Bytes of one read or write, a multiple of 4096.")
+    queue_depth: PositiveInteger = key(8, "Reads and writes in flight at a time, for each of `intra_op_parallelism`.")
+    intra_op_parallelism: PositiveInteger = key(1, "Factor on `queue_depth`.")
+    thread_count: Count | None = ignored(None, "Old name of `intra_op_parallelism`.", "write `aio.intra_op_parallelism`")
+    single_submit: Flag = ignored(False, "Submit requests one by one.", _FILES, asks=never)
+    overlap_events: Flag = ignored(True, "Submit while others complete.", _FILES, asks=never)
+    use_gds: Flag = ignored(False, "Between disk and GPU without host memory.", "data passes through host memory; affects speed only")
+
+    @field_validator("block_size")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % 4096:
+            raise ValueError("expected a multiple of 4096")
+        return value
+
+
 TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], choice("Ignore", "Warn", "Fail")]
 
 
@@ -150,6 +170,28 @@ class MeshSection(Section):
     cp: PositiveInteger = key(1, "Ranks that share one sequence.", ours=True)
     tp: PositiveInteger = key(1, "Ranks that share each layer.", ours=True)
     ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
+
+
+DispatchType = Annotated[Literal["same", "bf16", "fp8"], choice("same", "bf16", "fp8")]
+
+
+class MoeSection(Section):
+    """Experts that `mesh.ep` ranks share."""
+
+    dispatch_dtype: DispatchType = key(
+        "same", "Type of tokens on their way: same (the model's), bf16, or fp8 (out with a factor a token; back bf16).", ours=True
+    )
+    two_hop: Flag = key(False, "Tokens travel inside a node first and then between nodes.", ours=True)
+    ranks_per_node: PositiveInteger | None = key(
+        None, "Ranks that share experts on one node, for `two_hop`. Null: as launched.", ours=True
+    )
+    copies: Flag = key(False, "Copy busy experts for the length of a layer so that all ranks compute alike.", ours=True)
+    copies_above: PositiveReal = key(
+        1.0, "Copies are made where the busiest rank has more than this many times the mean.", ours=True
+    )
+    bias_speed: NonNegativeReal = key(
+        0.0, "Step of the bias that balances Hugging Face's DeepSeek-V3 routers; 0 leaves it alone.", ours=True
+    )
 
 
 SequenceAttention = Annotated[Literal["ulysses", "ring", "usp"], choice("ulysses", "ring", "usp")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,22 @@ if TYPE_CHECKING:
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
 
+F = TypeVar("F", bound=Callable[..., Any])
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # options that a schedule moves
+
+
+def within_reach(*, write: bool) -> Callable[[F], F]:
+    """For methods of an engine that read (with `write`: replace) everything it holds, also what lives on a disk."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.mechanism.exposed(write=write):
+                return method(self, *args, **kwargs)
+
+        return cast(F, inside)
+
+    return decorate
 
 
 class CheckpointMethods:
@@ -47,6 +63,7 @@ class CheckpointMethods:
     _background: BackgroundSaver | None = None
     _data: Iterator[Any] | None
 
+    @within_reach(write=False)
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -112,6 +129,7 @@ class CheckpointMethods:
                 log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
         return tags[0]
 
+    @within_reach(write=True)
     def load_checkpoint(
         self,
         load_dir: str | Path,

@@ -17,18 +17,22 @@ from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
-from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.experts import groups_of, spread_experts
+from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
+from zeroengine.engine.memory import check_memory
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
+from zeroengine.moe.layer import declared_degree
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
-from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.policy import policy_for
 from zeroengine.zero.tensor import whole_shape
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
@@ -81,7 +85,7 @@ def initialize(
     _check_folders(settings)
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
-    mesh = mesh if mesh is not None else _mesh(settings, device, stages)
+    mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
     if isinstance(model, PipelineModule):
         return initialize_pipeline(
             model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
@@ -109,23 +113,27 @@ def _initialize(
     check_free(model)
     check_plain(model)
     to_device(model, mesh.fabric.device)
-    layers, sequences = share_layers(model, settings, mesh), None
+    layers, sequences, experts = share_layers(model, settings, mesh), None, None
     zero_optimizer = None
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
+    members = groups_of(mesh)
     try:
         sequences = share_sequences(model, settings, mesh, layers)
+        experts = spread_experts(model, settings, mesh, members)
         mechanism = build_mechanism(model, settings, members, trains=source is not None)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
+            _check_memory(model, mechanism)
     except Exception:
+        if experts is not None:
+            experts.remove()
         for shared in (sequences, layers):
             if shared is not None:
                 shared.remove(model)
         raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers)
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -138,7 +146,7 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     return given[0]
 
 
-def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
+def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
@@ -152,8 +160,6 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
             f"mesh.cp {degrees.cp} and mesh.tp {degrees.tp} with {stages} pipeline stages: layers of a stage and their sequences "
             "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
         )
-    if degrees.ep > 1:
-        raise ConfigError(f"mesh.ep is {degrees.ep}: this engine is data, tensor, sequence and pipeline parallel; set it to 1")
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
         ranks = shard * stages * degrees.cp * degrees.tp
@@ -163,22 +169,34 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
             raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
         replicate = fabric.world_size // ranks
     return build_mesh(
-        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp
-    )
+        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
+        ep=ep,
+    )  # fmt: skip
+
+
+def _expert_degree(settings: Config, model: nn.Module) -> int:
+    """`mesh.ep`, or what the model's own layers ask for where that is not given."""
+    declared = declared_degree(model)
+    if settings.mesh.ep > 1 and declared > 1 and settings.mesh.ep != declared:
+        raise ConfigError(f"mesh.ep is {settings.mesh.ep}, but the model's MoE layers have ep_size {declared}; leave out one of them")
+    return max(settings.mesh.ep, declared)
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
+    """Refuses places for offloaded state that mean nothing, and says once where a section has no effect."""
     zero = settings.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if section.device == "none":
             continue
-        if section.device == "cpu" and device.type == "cpu":
+        if section.device == "nvme" and not section.nvme_path:
+            raise ConfigError(
+                f"zero_optimization.{name}.device is nvme and {name}.nvme_path is missing; give the folder for its files, on a "
+                "local disk"
+            )
+        if name == "offload_param" and not policy_for(zero.stage).shard_params:
+            log_once(f"zero_optimization.offload_param has no effect at stage {zero.stage}: values are whole between uses")
+        elif section.device == "cpu" and device.type == "cpu":
             log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
-            continue
-        raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
-            "remove the section"
-        )
 
 
 def _check_folders(settings: Config) -> None:
@@ -216,3 +234,11 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
+
+
+def _check_memory(model: nn.Module, mechanism: Mechanism) -> None:
+    try:
+        check_memory(model, mechanism)
+    except Exception:
+        mechanism.remove()
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def plan_load(module: nn.Module, mechanism: Mechanism, index: Index, saved_name:
     for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
         if master.separate:
             separate |= {spec.name for spec in master.bucket.layout.specs}
-            after.append(master.write_values)
+            after.append(functools.partial(master.settle, written=False))
     for key, parts in (state.master_pieces(mechanism.optimizer) if mechanism.optimizer is not None else {}).items():
         wanted[source(key.removeprefix("master."), wide=True)] = parts
     widths = {spec.name: b.dtype.itemsize for b in mechanism.buckets for spec in b.layout.specs}

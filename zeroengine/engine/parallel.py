@@ -12,6 +12,7 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError, DivergenceError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
+from zeroengine.moe.hf import is_stacked_experts
 from zeroengine.parallel.group import make_group
 from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_model
 from zeroengine.parallel.hf_attention import register, ulysses_degree
@@ -66,6 +67,8 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
     if splits and mesh.degrees.cp > 1:
         raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
     plan = plan_for(model)
+    if mesh.experts is not None or settings.moe.bias_speed:  # ranks that share the stacked experts hold each of theirs whole
+        plan = plan.without(name for name, module in model.named_modules() if is_stacked_experts(module))
     log_rank0(plan.show())
     claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
     return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits, settings.tensor_parallel.loss_parallel)

@@ -19,6 +19,7 @@ from zeroengine.errors import CheckpointError
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups
+from zeroengine.zero.experts import expert_part
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
 
@@ -30,41 +31,52 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 class Share:
     """The part that this rank writes of what several ranks hold alike: together the ranks write every element once."""
 
-    rank: int
-    world: int
-    replica: int
-    replicas: int
+    groups: Groups
 
     @staticmethod
     def of(groups: Groups) -> Share:
-        return Share(groups.control.rank, groups.control.size, groups.replicas.rank, groups.replicas.size)
+        return Share(groups)
 
-    def of_slice(self, own: slice) -> tuple[int, int]:
+    @property
+    def first(self) -> bool:
+        """This rank writes what all ranks hold and nobody divides."""
+        return self.groups.control.rank == 0
+
+    def of_slice(self, bucket: Bucket) -> tuple[int, int]:
         """Elements of this rank's slice of a bucket, which its replicas hold too."""
-        size = own.stop - own.start
-        return own.start + size * self.replica // self.replicas, own.start + size * (self.replica + 1) // self.replicas
+        own, replicas = bucket.own, self.groups.of(bucket.params[0]).replicas
+        lo, hi = _cut(own.stop - own.start, replicas.rank, replicas.size)
+        return own.start + lo, own.start + hi
 
     def of_part(self, bucket: Bucket, offset: int, start: int, size: int) -> tuple[int, int]:
         """Which of the `size` elements of a part that begins at element `start` of a parameter. `offset` is the parameter's
         place in its bucket. Where state is sharded, only this rank and its replicas hold the part; elsewhere all ranks do."""
         if bucket.policy.shard_state:
-            return size * self.replica // self.replicas, size * (self.replica + 1) // self.replicas
+            replicas = self.groups.of(bucket.params[0]).replicas
+            return _cut(size, replicas.rank, replicas.size)
         at = offset + start
-        lo, hi = self.of_slice(bucket.own)
+        lo, hi = self.of_slice(bucket)
         return min(max(lo - at, 0), size), max(min(hi - at, size), 0)
 
-    def of_whole(self, numel: int) -> tuple[int, int]:
-        """Elements of a tensor that every rank holds whole."""
-        return numel * self.rank // self.world, numel * (self.rank + 1) // self.world
+    def of_whole(self, param: nn.Parameter) -> tuple[int, int]:
+        """Elements of a parameter that every rank holds whole; of an expert, every rank that has it."""
+        group = self.groups.of(param)
+        ranks = group.equal or group.control.ranks
+        return _cut(param.numel(), ranks.index(self.groups.rank), len(ranks))
+
+
+def _cut(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    return size * rank // ranks, size * (rank + 1) // ranks
 
 
 def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: bool = False, share: Share | None = None) -> Pieces:
-    """This rank's parts of parameters and buffers; with `share`, only those that it writes (buffers are rank 0's)."""
+    """This rank's parts of parameters and buffers; with `share`, only those that it writes (buffers are rank 0's, but for
+    those of experts that are not everywhere)."""
     found: Pieces = {}
     for bucket in mechanism.buckets:
         if exclude_frozen and not bucket.trainable:
             continue
-        lo, hi = (bucket.own.start, bucket.own.stop) if share is None else share.of_slice(bucket.own)
+        lo, hi = (bucket.own.start, bucket.own.stop) if share is None else share.of_slice(bucket)
         for spec in bucket.layout.specs:
             found[f"model.{spec.name}"] = []
         for s in bucket.layout.segments(lo, hi):
@@ -74,12 +86,23 @@ def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: boo
     for name, p in module.named_parameters():
         if slot_of(p) is None and not (exclude_frozen and not p.requires_grad):
             flat = p.data.view(-1)
-            lo, hi = (0, p.numel()) if share is None else share.of_whole(p.numel())
+            lo, hi = (0, p.numel()) if share is None else share.of_whole(p)
             found[f"model.{name}"] = [Piece(name, p.shape, lo, flat[lo:hi])] if hi > lo or not p.numel() else []
+    experts = _own_experts(module)
     for name, b in persistent_buffers(module):
-        mine = share is None or share.rank == 0
+        mine = share is None or share.first or name.startswith(experts)
         found[f"model.{name}"] = [Piece(name, b.shape, 0, b.detach().contiguous().view(-1))] if mine else []
     return found
+
+
+def _own_experts(module: nn.Module) -> tuple[str, ...]:
+    """Beginnings of the names in the experts of a list that not all ranks have."""
+    found = set()
+    for name, p in module.named_parameters():
+        part = expert_part(p)
+        if part is not None and not part.stacked:
+            found.add(name.removesuffix(part.place.partition(".")[2]))
+    return tuple(found)
 
 
 def master_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pieces:

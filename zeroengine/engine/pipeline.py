@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
 from zeroengine.engine.pipeline_weights import PipelineWeightMethods
@@ -28,7 +29,7 @@ from zeroengine.pipeline.schedules import forward_schedule
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
 
 
@@ -43,7 +44,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 
     def __init__(
         self, module: PipelineModule, config: Config, batch: BatchSizes, mesh: Mesh, owns_mesh: bool, mechanism: Mechanism,
-        lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms, ties: Ties,
+        lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms, ties: Ties, experts: ExpertParallel | None = None,
     ) -> None:  # fmt: skip
         self._comms, self._ties = comms, ties
         self._schedules: dict[tuple[bool, int], Checked] = {}
@@ -52,7 +53,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._loss_sum = 0.0
         self._ran: Checked | None = None
         self.last_run: Run | None = None
-        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader)
+        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, experts=experts)
         self._executor = Executor(
             len(module.placement), module.placement, self._stage_forward, comms.stream, comms.extra, self.device,
             _Hooks(module, mechanism),
@@ -72,6 +73,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         ranks, on every rank. Raises StopIteration on all stages when `data_iter` ends."""
         optimizer = self._need_optimizer("train_batch")
         self.train()
+        self._begin_step()
         checked = self.schedule(self.batch.accumulation)
         feed = self._deal(data_iter, self.batch.accumulation)
         self._weigh(self.batch.accumulation, optimizer.scaler.scale)
@@ -289,8 +291,14 @@ def initialize_pipeline(
     to_device(module, mesh.fabric.device)
     ties = Ties(module, comms, mesh.fabric.device)
     ties.equalize(module)
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_stages(module, settings, members, ties, trains=source is not None)
+    members = groups_of(mesh)
+    experts = spread_experts(module, settings, mesh, members, stage=True)
+    try:
+        mechanism = build_stages(module, settings, members, ties, trains=source is not None)
+    except Exception:
+        if experts is not None:
+            experts.remove()
+        raise
     zero_optimizer = None
     if source is not None:
         zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
@@ -298,7 +306,7 @@ def initialize_pipeline(
         zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
     scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties)
+    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts)
     checked = engine.schedule(batch.accumulation)
     log_rank0(
         f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, "

@@ -14,6 +14,7 @@ from zeroengine.engine.pieces import Pieces, under_names
 from zeroengine.engine.state import WeightMethods, whole_parameters
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.wire import Wire
+from zeroengine.zero.experts import by_name
 
 if TYPE_CHECKING:
     from zeroengine.engine.pipeline_stages import StageComms, Ties
@@ -34,11 +35,12 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
         """The state_dict of all stages in host memory on rank 0 (None elsewhere). Collective."""
         mine: dict[str, Tensor] = {}
         keep = self.mesh.control.rank == 0
-        by_name = dict(self.module.named_parameters())
+        params = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
-            if keep and (by_name[name].requires_grad or not exclude_frozen_parameters):
+            found = by_name(params[name], name, value)
+            if keep and (params[name].requires_grad or not exclude_frozen_parameters):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                mine[name] = value.detach().to(device="cpu", dtype=cast, copy=True)
+                mine.update({n: v.detach().to(device="cpu", dtype=cast, copy=True) for n, v in found.items()})
         if not keep:
             return None
         for prefix, child in self.module.named_modules():
@@ -46,7 +48,7 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
                 if buffer is not None and name not in child._non_persistent_buffers_set:
                     mine[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
         for name, original in self.module.named_parameters(remove_duplicate=False):
-            first = next((n for n, p in by_name.items() if p is original), name)
+            first = next((n for n, p in params.items() if p is original), name)
             if first in mine:
                 mine[name] = mine[first]
         return self._collect(mine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from zeroengine.checkpoint import Entry, ModelFolder, Ranks, parse_size
 from zeroengine.engine.pieces import other_names, persistent_buffers
+from zeroengine.zero.experts import by_name, names_of
 from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import whole_shape, whole_value
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Parts of tensor-parallel layers are joined. Values are views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of shared layers are joined. Values are
+    views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
@@ -72,13 +73,14 @@ class WeightMethods:
         """The module's complete state_dict in host memory on rank 0 (None elsewhere); tied weights under each of their
         names share memory. Collective; one bucket is gathered at a time. `dtype` casts floating-point parameters."""
         keep = self.mesh.rank == 0
-        values: dict[int, Tensor] = {}
-        by_name = dict(self.module.named_parameters())
+        values: dict[int, dict[str, Tensor]] = {}
+        params = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
-            p = by_name[name]
+            p = params[name]
+            found = by_name(p, name, value)
             if keep and not (exclude_frozen_parameters and not p.requires_grad):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                values[id(p)] = value.detach().to(device="cpu", dtype=cast, copy=True)
+                values[id(p)] = {n: v.detach().to(device="cpu", dtype=cast, copy=True) for n, v in found.items()}
         if not keep:
             return None
         result: dict[str, Tensor] = {}
@@ -86,7 +88,8 @@ class WeightMethods:
             at = prefix + "." if prefix else ""
             for name, p in child._parameters.items():
                 if p is not None and id(p) in values:
-                    result[at + name] = values[id(p)]
+                    kept = values[id(p)]  # of an expert, all ranks' of the same place
+                    result.update(kept if len(kept) > 1 else {at + name: next(iter(kept.values()))})
                 elif p is not None and not p.numel():
                     result[at + name] = torch.empty(p.shape, dtype=p.dtype)
             for name, b in child._buffers.items():
@@ -160,14 +163,18 @@ class WeightMethods:
         def cast(t: Tensor) -> torch.dtype:
             return dtype if dtype is not None and t.is_floating_point() else t.dtype
 
-        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
+        params = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen]
+        named = {each: p for n, p in params for each in names_of(p, n)}
         buffers = dict(persistent_buffers(self.module))
         entries = [Entry(n, tuple(whole_shape(t)), cast(t)) for n, t in {**named, **buffers}.items()]
         return entries, {other: name for other, name in other_names(self.module).items() if name in named or name in buffers}
 
     def _weight_values(self) -> Iterator[tuple[str, Tensor]]:
         """(name, values) of every parameter and buffer, for rank 0. Collective: every rank must exhaust the iterator."""
-        return chain(whole_parameters(self.module, self.mechanism), persistent_buffers(self.module))
+        params = dict(self.module.named_parameters())
+        for name, value in whole_parameters(self.module, self.mechanism):
+            yield from by_name(params[name], name, value).items()
+        yield from persistent_buffers(self.module)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         return self.full_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

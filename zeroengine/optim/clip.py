@@ -11,6 +11,8 @@ from zeroengine.comm.protocol import Communicator
 from zeroengine.ops.flat import squares
 from zeroengine.zero.gradients import BucketGradients
 
+_NAME = 256  # bytes of a parameter's name that travel between ranks
+
 
 def global_norm(gradients: list[BucketGradients], shard_ranks: tuple[int, ...], control: Communicator) -> float:
     """2-norm of all combined gradients (before clipping). Collective.
@@ -54,5 +56,10 @@ def blame(gradients: list[BucketGradients], control: Communicator) -> str:
     if not rows:
         return "a sum over gradients that overflowed"
     bucket, index, kind, rank = min(rows)
-    name = gradients[bucket].bucket.layout.specs[index].name
+    # the rank that found it says its name: of experts each rank holds others
+    text = gradients[bucket].bucket.layout.specs[index].name.encode()[:_NAME]
+    row = torch.zeros(_NAME, dtype=torch.uint8)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    told = control.exchange(row, "name of the parameter")[control.ranks.index(rank)]
+    name = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
     return f"{'NaN' if kind == 2 else 'inf'} in the gradient of '{name}' (slice of rank {rank})"

@@ -13,6 +13,7 @@ from zeroengine.ops.flat import squares
 from zeroengine.optim.clip import blame
 from zeroengine.optim.kinds import is_elementwise
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.zero.experts import expert_part
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.tensor import tensor_shard
 
@@ -36,7 +37,7 @@ class AcrossLayers:
             for s in g.bucket.layout.segments(g.bucket.own.start, g.bucket.own.stop):
                 piece = reduced[s.at : s.at + s.end - s.start]
                 values.append(torch.view_as_real(piece) if piece.is_complex() else piece)
-                kinds.append(int(tensor_shard(g.bucket.params[s.index]) is None))
+                kinds.append(int(not _is_cut(g.bucket.params[s.index])))
         sums = torch.zeros(2, dtype=torch.float64)
         sums.index_add_(0, torch.tensor(kinds, dtype=torch.int64), squares(values)[0].cpu())
         table = self._control.exchange(sums, "squares of the gradients")
@@ -71,12 +72,18 @@ def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], ten
     optimizer.norm_rule, optimizer.blame_rule = rules.norm, rules.blame
 
 
+def _is_cut(param: Tensor) -> bool:
+    """Whether the ranks of the tensor group have a part of it each. A part of all experts is the same on all of them."""
+    part = expert_part(param)
+    return tensor_shard(param) is not None and not (part is not None and part.stacked)
+
+
 def _check_elementwise(optimizer: ZeroOptimizer) -> None:
     inner = optimizer.optimizer
     apart = {id(p) for g in inner.param_groups if not is_elementwise(type(inner), g) for p in g["params"]}
     for master in optimizer.masters:
         for index, spec in enumerate(master.bucket.layout.specs):
-            cut = tensor_shard(master.bucket.params[index]) is not None
+            cut = _is_cut(master.bucket.params[index])
             if cut and (index in master.apart or any(id(part.view) in apart for part in master.parts.get(index, []))):
                 raise ConfigError(
                     f"optimizer {type(inner).__name__} looks at whole parameters, and mesh.tp gives each rank a part of "

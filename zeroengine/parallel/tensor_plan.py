@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -43,6 +43,12 @@ class Plan:
 
     origin: str
     styles: Mapping[str, str]
+
+    def without(self, modules: Iterable[str]) -> Plan:
+        """The plan that leaves these modules, and all in them, whole."""
+        outer = tuple(modules)
+        left = {n: s for n, s in self.styles.items() if not any(n == m or n.startswith(f"{m}.") for m in outer)}
+        return Plan(self.origin, left)
 
     def show(self) -> str:
         """One line for each group of layers that are split alike."""

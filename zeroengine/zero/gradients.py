@@ -197,6 +197,13 @@ class BucketGradients:
         self._fired = [0] * len(self._fired)
         self._seen.clear()
 
+    def free(self) -> int:
+        """Gives up the buffers that live on between steps; the next step makes them again. Returns their bytes."""
+        size = self.bytes()
+        self._home = self._slice = None
+        self._home_views = []
+        return size
+
     def bytes(self) -> int:
         """Bytes that live on between steps."""
         return sum(t.nbytes for t in (self._home, self._slice) if t is not None)
