@@ -115,7 +115,7 @@ class Clock:
 
         clock = self
 
-        class Callback(TrainerCallback):  # type: ignore[misc]
+        class Callback(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
                 clock._began = time.perf_counter()
 

@@ -26,6 +26,7 @@ class Settings:
     weight_decay: float = 0.01
     seed: int = 1234
     deepspeed_adam: DeepSpeedAdam = "fused"
+    folder: str = ""  # of systems that keep state on a disk
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "vocab", "sequence", "micro_batch", "accumulation", "nproc", "threads"):

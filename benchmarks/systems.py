@@ -1,6 +1,7 @@
 """The systems that are compared: each makes a training step out of the same model, data and optimizer.
 
-A name is `limit` (no communication at all), `ddp`, `fsdp2`, `deepspeed-S` or `zeroengine-S` with S a ZeRO stage. All
+A name is `limit` (no communication at all), `ddp`, `fsdp2`, `deepspeed-S` or `zeroengine-S` with S a ZeRO stage; with `-cpu` or
+`-nvme` after it the optimizer's state (at stage 3 with nvme the parameters, too) is offloaded there. All
 keep fp32 weights, gradients and AdamW states unless --dtype bf16 is asked for: then matrix products and activations are
 bf16 and the masters stay fp32, by whatever means the system has (autocast, a precision policy, a `bf16` section).
 """
@@ -165,7 +166,13 @@ class Fsdp2:
         return _FsdpTrainer(model, settings, autocast=False)
 
 
-def _engine_config(settings: Settings, stage: int) -> dict[str, Any]:
+def _engine_config(settings: Settings, stage: int, place: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if place:
+        where = {"device": place, **({"nvme_path": settings.folder} if place == "nvme" else {})}
+        zero["offload_optimizer"] = where
+        if stage == 3:
+            zero["offload_param"] = where
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch,
         "gradient_accumulation_steps": settings.accumulation,
@@ -174,16 +181,18 @@ def _engine_config(settings: Settings, stage: int) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": settings.learning_rate, "weight_decay": settings.weight_decay},
         },
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         "bf16": {"enabled": settings.dtype == "bf16"},
     }
 
 
 class DeepSpeed:
-    """DeepSpeed on CPU over Gloo, with its defaults but for the optimizer (`Settings.deepspeed_adam`)."""
+    """DeepSpeed on CPU over Gloo, with its defaults but for the optimizer (`Settings.deepspeed_adam`). With offload it takes
+    its own CPU Adam, which it compiles on first use."""
 
-    def __init__(self, stage: int):
+    def __init__(self, stage: int, place: str = ""):
         self.stage = stage
+        self.place = place
 
     def prepare(self, settings: Settings) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -194,9 +203,11 @@ class DeepSpeed:
         deepspeed.init_distributed(dist_backend="gloo")
 
     def build(self, model: nn.Module, settings: Settings) -> Trainer:
-        config = _engine_config(settings, self.stage)
+        config = _engine_config(settings, self.stage, self.place)
         optimizer = None
-        if settings.deepspeed_adam == "cpu":
+        if self.place:
+            self._check_offload()
+        elif settings.deepspeed_adam == "cpu":
             params = config.pop("optimizer")["params"]
             adam = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
             optimizer = adam(model.parameters(), adamw_mode=True, **params)
@@ -206,9 +217,19 @@ class DeepSpeed:
         return _EngineTrainer(engine)
 
 
+    def _check_offload(self) -> None:
+        """Its own operations are compiled on first use, and the reason why one cannot be is far from the error."""
+        builders = import_module("deepspeed.ops.op_builder")
+        wanted = [builders.CPUAdamBuilder()] + ([builders.AsyncIOBuilder()] if self.place == "nvme" else [])
+        for builder in wanted:
+            if not builder.is_compatible(verbose=False):
+                raise Unavailable(f"DeepSpeed's operation {builder.NAME} cannot be built here (for nvme it needs libaio)")
+
+
 class ZeroEngine:
-    def __init__(self, stage: int):
+    def __init__(self, stage: int, place: str = ""):
         self.stage = stage
+        self.place = place
 
     def prepare(self, settings: Settings) -> None:
         import zeroengine
@@ -219,15 +240,16 @@ class ZeroEngine:
     def build(self, model: nn.Module, settings: Settings) -> Trainer:
         import zeroengine
 
-        engine, *_ = zeroengine.initialize(model=model, config=_engine_config(settings, self.stage))
+        engine, *_ = zeroengine.initialize(model=model, config=_engine_config(settings, self.stage, self.place))
         return _ZeroEngineTrainer(engine)
 
 
 def make_system(name: str) -> System:
-    family, _, stage = name.partition("-")
+    family, _, rest = name.partition("-")
+    stage, _, place = rest.partition("-")
     if family == "deepspeed":
-        return DeepSpeed(int(stage))
+        return DeepSpeed(int(stage), place)
     if family == "zeroengine":
-        return ZeroEngine(int(stage))
+        return ZeroEngine(int(stage), place)
     plain: dict[str, type[Limit] | type[Ddp] | type[Fsdp2]] = {"limit": Limit, "ddp": Ddp, "fsdp2": Fsdp2}
     return plain[family]()

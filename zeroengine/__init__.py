@@ -17,7 +17,7 @@ _EXPORTS = {
     "init_distributed": "zeroengine.comm",
     "Config": "zeroengine.config",
 }
-_SUBMODULES = ("checkpoint", "comm", "config", "engine", "ops", "optim", "pipe", "utils", "zero")
+_SUBMODULES = ("checkpoint", "comm", "config", "engine", "moe", "ops", "optim", "pipe", "sequence", "utils", "zero")
 
 __all__ = ["__version__", *_EXPORTS, *_SUBMODULES]
 

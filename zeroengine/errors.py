@@ -37,3 +37,7 @@ class NonFiniteError(ZeroEngineError, ArithmeticError):
 
 class CheckpointError(ZeroEngineError):
     """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class OffloadError(ZeroEngineError):
+    """What lives outside of the device cannot be stored or brought back; the message names the rank, the file and the remedy."""

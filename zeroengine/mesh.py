@@ -76,12 +76,47 @@ class Degrees:
 
 
 @dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that share experts (`tokens` moves between them, `control` over CPU tensors), and those of a shard group that
+    hold the same experts (`params`, `grads`). `equal`: global ranks that hold the same ones, in all replicas."""
+
+    tokens: AnyCommunicator
+    control: AnyCommunicator
+    params: AnyCommunicator
+    grads: AnyCommunicator
+    equal: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.tokens.size
+
+    @staticmethod
+    def of(fabric: Fabric, degrees: Degrees, size: int) -> ExpertRanks:
+        """`size` neighbours of a shard group share the experts. Collective. Raises `ConfigError` if they do not divide it."""
+        shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
+        if len(shard) % size:
+            raise ConfigError(
+                f"mesh.ep {size} does not divide the {len(shard)} ranks that share one state (dp_shard {degrees.dp_shard} x cp "
+                f"{degrees.cp}), over which experts are spread; give a divisor"
+            )
+        group, place = divmod(shard.index(fabric.rank), size)
+        together, same = shard[group * size : (group + 1) * size], shard[place::size]
+        equal = sorted(r for s in same for r in degrees.ranks_along(s, ("dp_replicate",)))
+        make = fabric.communicator
+        return ExpertRanks(
+            make("experts", together), make("experts control", together, control=True),
+            make("expert params", same), make("expert grads", same), tuple(equal),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Mesh:
     """One rank's place in the mesh and its communicators.
 
     Gathering and reducing have separate streams over the same ranks, so that they need no common order.
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
-    always over CPU tensors.
+    always over CPU tensors. `tensor` joins the ranks that share each layer (`tensor_control` over CPU tensors),
+    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors.
     """
 
     degrees: Degrees
@@ -92,6 +127,10 @@ class Mesh:
     shard_grads: AnyCommunicator
     replicate_grads: AnyCommunicator
     control: AnyCommunicator
+    tensor: AnyCommunicator
+    tensor_control: AnyCommunicator
+    same_sample: AnyCommunicator
+    experts: ExpertRanks | None = None
 
     def coordinate(self, dim: str) -> int:
         return self.degrees.coordinates(self.rank)[dim]
@@ -104,15 +143,25 @@ class Mesh:
         """Number of ranks over which a gradient is averaged."""
         return math.prod(getattr(self.degrees, d) for d in DATA_DIMS)
 
+    @property
+    def sample_groups(self) -> int:
+        """Number of groups of ranks that read different data."""
+        return self.degrees.dp_replicate * self.degrees.dp_shard
+
+    @property
+    def sample_group(self) -> int:
+        """Which of them this rank is in."""
+        return self.coordinate("dp_replicate") * self.degrees.dp_shard + self.coordinate("dp_shard")
+
     def close(self) -> None:
         """Collective."""
         self.fabric.close()
 
 
 def build_mesh(
-    fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
+    fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1
 ) -> Mesh:
-    """Builds the mesh of a job once, from degrees. Collective over the world."""
+    """Builds the mesh of a job once, from degrees; `ep` folds over dp_shard and cp. Collective over the world."""
     degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     # dimensions of one rank would cost one group for every rank of the world
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
@@ -128,4 +177,8 @@ def build_mesh(
         shard_grads=fabric.communicator("grads", shard),
         replicate_grads=fabric.communicator("replicas", degrees.ranks_along(fabric.rank, ("dp_replicate",))),
         control=fabric.communicator("control", degrees.ranks_along(fabric.rank, DATA_DIMS), control=True),
+        tensor=fabric.communicator("tensor", degrees.ranks_along(fabric.rank, ("tp",))),
+        tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
+        same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
+        experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
     )

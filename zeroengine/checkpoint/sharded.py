@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from zeroengine.checkpoint.rectangles import rectangles
 from zeroengine.errors import CheckpointError
 from zeroengine.zero.layout import Piece
+from zeroengine.zero.tensor import place
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,11 @@ class ShardedTensorView(Tensor):
             boxes[(0,) * len(head.shape)] = Box((0,) * len(head.shape), head.data.detach().new_empty(head.shape))
         for piece in pieces:
             for offsets, sizes, at in rectangles(piece.shape, piece.start, piece.start + piece.data.numel()):
-                boxes[offsets] = Box(offsets, _alias(piece.data, at, sizes))
-        return ShardedTensorView(head.shape, head.data.dtype, head.data.device, list(boxes.values()))
+                box = _alias(piece.data, at, sizes)
+                for there, held in [(offsets, box)] if piece.part is None else place(piece.part, piece.shape, offsets, box):
+                    boxes[there] = Box(there, held)
+        shape = head.shape if head.part is None else head.part.whole_shape(head.shape)
+        return ShardedTensorView(shape, head.data.dtype, head.data.device, list(boxes.values()))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)

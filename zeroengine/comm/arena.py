@@ -21,7 +21,7 @@ from torch import Tensor
 from zeroengine.comm.shm_native import Native
 
 _ALIGN = 1 << 16  # a multiple of the page size of every platform: blocks give whole pages back
-_KEEP = 64 << 20  # bytes of free blocks that keep their pages, for the next block of the same size
+_KEEP = 16 << 20  # bytes of free blocks that keep their pages, for the next block of the same size
 _LEAST = 1 << 30
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)

@@ -176,7 +176,8 @@ class DirectCommunicator:
 
         `control` must hold all ranks of this group. Blocks the host; moves 24 bytes a rank unless there is something to
         report."""
-        rows = [control.ranks.index(r) for r in self.ranks]
+        place = {r: i for i, r in enumerate(control.ranks)}
+        rows = [place[r] for r in self.ranks]
         states = control.exchange(self.order.state(), f"order of {self.name}")
         differs = bool((states[rows] != states[rows[0]]).any())
         anywhere = control.exchange(torch.tensor([differs]).to(torch.int64), f"order of {self.name} differs")

@@ -18,6 +18,7 @@ from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.comm.torch_calls import OWN_GROUPS
 from zeroengine.comm.torch_comm import TorchCommunicator
+from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.watch import HealthWatch
 from zeroengine.errors import RankError
 
@@ -29,8 +30,8 @@ _GRACE_SECONDS = 60.0  # torch's own timeout comes after ours, whose message nam
 class Fabric:
     """Communicators over the default process group (`init_distributed` first).
 
-    `device` is where the data lives: CPU tensors travel through shared memory where all ranks of a communicator can share it
-    (one host, and the native library; ZE_COMM=gloo forbids it) and over Gloo elsewhere, CUDA tensors over NCCL. `timeout`
+    `device` is where the data lives: CPU tensors travel through shared memory inside a host (with the native library;
+    ZE_COMM=gloo forbids it) and over Gloo elsewhere, CUDA tensors over NCCL. `timeout`
     is the number of seconds in which a dead, stopped or diverged rank becomes an error; `stall_timeout` how long a rank may
     be busy in user code before it counts as lost.
     """
@@ -103,24 +104,33 @@ class Fabric:
 
     def _watched_group(
         self, name: str, members: tuple[int, ...]
-    ) -> tuple[dist.ProcessGroup, SharedTransport | None]:
+    ) -> tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]:
         """Connecting waits for every member: in a lane, so that one that never comes is named."""
         if self._watch is None:
             raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")
-        found: list[tuple[dist.ProcessGroup, SharedTransport | None]] = []
+        found: list[tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]] = []
         peers = tuple(r for r in members if r != self.rank)
         lane = Lane(f"creation of {name}", peers, self._watch, None)
         mark = Fingerprint("new_group", name, 0, torch.uint8)
 
         def make() -> None:
             group = self._new_group(name, members, "gloo")
-            found.append((group, self._memory.transport(name, group, members, members.index(self.rank))))
+            if len(members) < self.world_size:
+                _forget_addresses(group)
+            connect = partial(self._between_hosts, name)
+            found.append((group, self._memory.transport(name, group, members, members.index(self.rank), connect)))
 
         try:
             lane.submit(mark, make).wait()
         finally:
             lane.close(0.0)
         return found[0]
+
+    def _between_hosts(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+        group = self._new_group(f"{name} between hosts", members, "gloo")
+        _forget_addresses(group)
+        dist.barrier(group=group)
+        return group
 
     def _new_group(self, name: str, members: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         make = partial(
@@ -132,3 +142,15 @@ class Fabric:
         )
         # only the members meet; the whole world needs no such exception to torch's rule that all ranks make all groups
         return make() if len(members) == self.world_size else make(use_local_synchronization=True)
+
+
+def _forget_addresses(group: dist.ProcessGroup) -> None:
+    """Takes this rank's address out of the store where the members of a Gloo group have met, once all have connected. Collective;
+    another operation of the group must follow before any of its ranks makes a group.
+
+    torch names a group of some ranks after them and the number of groups that there are. A later group of the same ranks can
+    so get the name of one that has ended, and would connect to the addresses that it finds under it.
+    """
+    dist.barrier(group=group)
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    store.delete_key(f"cpu//0/{dist.get_rank(group)}")

@@ -60,6 +60,7 @@ class Monitor:
         self._wake = threading.Event()
         self._sent = threading.Event()
         self._end: tuple[str, str, bool] | None = None  # state, error, secondary
+        self.failure: RankError | None = None  # what this rank has told first
         self._diverged = False  # that error is a divergence that this rank found
         self._answered = time.monotonic()  # when the store last answered
         self._reads = 0  # completed looks at the store
@@ -123,6 +124,7 @@ class Monitor:
         """This process is about to raise what it found out about another rank. Told at once, so that ranks which find
         *this* one gone look further; `record_end` will say the same, if it is reached."""
         if self._end is None:
+            self.failure = error
             self._diverged = isinstance(error, DivergenceError)
             self._end = ("failed", str(error)[-_ERROR_CHARACTERS:], True)
             self._sent.clear()

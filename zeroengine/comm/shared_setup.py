@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,9 @@ from zeroengine.comm.arena import Arena
 from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shm_native import Native, integers, native
 from zeroengine.comm.torch_names import all_gather_single
+from zeroengine.comm.transport import Transport
+from zeroengine.comm.two_level import TwoLevelTransport
+from zeroengine.comm.verify import HeaderCheck
 from zeroengine.comm.whereabouts import machine_id
 from zeroengine.errors import ConfigError
 from zeroengine.logging import logger
@@ -26,6 +30,8 @@ _CHOICES = ("auto", "gloo")
 _HALF = 4 << 20  # bytes of half a staging area: a round is worth its meeting also where ranks share cores
 _ADDRESS_SPACE = 16 << 40  # for the arenas of all ranks of the host; a process has 128 TiB
 _SPIN = 300  # looks at a peer's word before sleeping, some microseconds: cores are short, and sleeping costs as much
+
+Connect = Callable[[tuple[int, ...]], dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
@@ -72,24 +78,31 @@ class SharedMemory:
         self._told = False
 
     def transport(
-        self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int
-    ) -> SharedTransport | None:
-        """Shared memory between the ranks of `group` (Gloo), or None for all of them. Collective."""
+        self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, connect: Connect
+    ) -> SharedTransport | TwoLevelTransport | None:
+        """Shared memory between the ranks of `group` (Gloo), or of each host and Gloo between hosts; or None for all ranks
+        alike. `connect(ranks)` makes a Gloo group of some of them. Collective."""
         offers = [_Offer.unpack(data) for data in _gather(group, self._offer(name).pack(), len(ranks))]
-        reason = _objection(offers, ranks)
+        hosts = _hosts(offers)
+        reason = _objection(offers, hosts, ranks)
+        mine = next(host for host in hosts if rank in host)
+        place = mine.index(rank)
         bases: list[int] = []
         if not reason:
-            bases, reason = self._map_all(offers, rank)
+            bases, reason = self._map_all([offers[i] for i in mine], place)
             told = [data.rstrip(b"\0").decode(errors="replace") for data in _gather(group, _short(reason), len(ranks))]
             reason = next((f"rank {r}: {text}" for r, text in zip(ranks, told, strict=True) if text), "")
         if reason or self._native is None or self._arena is None:
             self._tell(name, rank, reason)
             return None
-        controls = [offer.control for offer in offers]
-        handle = self._native.group_new(
-            len(ranks), rank, integers(bases), integers(controls), self._arena.size, _HALF, _SPIN
-        )
-        return SharedTransport(name, self._native, self._arena, handle, ranks, rank)
+        controls = integers([offers[i].control for i in mine])
+        handle = self._native.group_new(len(mine), place, integers(bases), controls, self._arena.size, _HALF, _SPIN)
+        inside = SharedTransport(name, self._native, self._arena, handle, tuple(ranks[i] for i in mine), place)
+        if len(hosts) == 1:
+            return inside
+        peers = tuple(ranks[host[place]] for host in hosts)
+        between = Transport(connect(peers), peers, hosts.index(mine))
+        return TwoLevelTransport(Transport(group, ranks, rank), inside, between, HeaderCheck(name, group, ranks, rank))
 
     def bytes(self) -> int:
         """Bytes of this process' arena that are in use or kept for the next tensor."""
@@ -175,13 +188,28 @@ class SharedMemory:
         level(f"communicator {name!r} moves data over Gloo: {reason}")
 
 
-def _objection(offers: list[_Offer], ranks: tuple[int, ...]) -> str:
+def _hosts(offers: list[_Offer]) -> list[list[int]]:
+    """Places in the group by host, in the order in which hosts come."""
+    found: dict[str, list[int]] = {}
+    for place, offer in enumerate(offers):
+        found.setdefault(offer.machine, []).append(place)
+    return list(found.values())
+
+
+def _objection(offers: list[_Offer], hosts: list[list[int]], ranks: tuple[int, ...]) -> str:
     """Why these ranks cannot share memory, in the same words on every rank; nothing when they may try."""
     for rank, offer in zip(ranks, offers, strict=True):
         if offer.reason:
             return f"rank {rank}: {offer.reason}"
-        if offer.machine != offers[0].machine:
-            return f"ranks {ranks[0]} and {rank} do not run on one host"
+    if len(hosts) == 1:
+        return ""
+    each = len(hosts[0])
+    if each == 1:
+        return f"ranks {ranks[0]} and {ranks[hosts[1][0]]} do not run on one host"
+    even = all(host == list(range(at * each, (at + 1) * each)) for at, host in enumerate(hosts))
+    if not even or each & (each - 1):
+        shares = ", ".join(str([ranks[i] for i in host]) for host in hosts)
+        return f"sums in a fixed order need the same power of two of consecutive ranks on every host, and they have {shares}"
     return ""
 
 

@@ -17,6 +17,7 @@ from zeroengine.comm.pairwise import PairLanes
 from zeroengine.comm.protocol import ReduceOp, Traffic, Work
 from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.transport import SimulatedTransport, Transport
+from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.verify import HeaderCheck
 
 _CLOSE_SECONDS = 5.0
@@ -42,7 +43,7 @@ class TorchCommunicator:
         watch: Watch | None,
         *,
         simulate: bool = False,
-        shared: SharedTransport | None = None,
+        shared: SharedTransport | TwoLevelTransport | None = None,
     ):
         self.name = name
         self.ranks = tuple(ranks)
@@ -51,7 +52,7 @@ class TorchCommunicator:
         self.traffic = Traffic()
         self.stuck = False  # closed, but a thread is still inside an operation that nothing can end
         self._group: dist.ProcessGroup | None = group
-        self._transport: Transport | SharedTransport
+        self._transport: Transport | SharedTransport | TwoLevelTransport
         self._transport = shared or (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
@@ -66,8 +67,13 @@ class TorchCommunicator:
 
     @property
     def moves_over(self) -> str:
-        """What carries the collectives: "Gloo" or "shared memory"."""
+        """What carries the collectives: "Gloo", "shared memory", or one inside a host and the other between."""
         return self._transport.kind
+
+    @property
+    def sent_between_hosts(self) -> int:
+        """Bytes that this rank has sent to other hosts, as far as collectives of two levels did."""
+        return getattr(self._transport, "sent_between_hosts", 0)
 
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)

@@ -25,6 +25,7 @@ SMALL_ALL_REDUCE = 64 * 1024
 class FixedOrder:
     """Reductions made of a transport's own movements: an exchange of rows and additions here, in fixed order."""
 
+    ranks: tuple[int, ...]
     rank: int
     size: int
     scratch: Scratch
@@ -60,10 +61,14 @@ class FixedOrder:
             padded[: data.numel()].copy_(data)
             padded[data.numel() :].zero_()
         own = padded[self.rank * share : (self.rank + 1) * share]
-        reduce_rows(self.exchange_rows(padded), op, own, scale=scale)
+        self.reduce_slices(own, padded, op, scale)
         self.all_gather(padded, own)
         if padded is not data:
             data.copy_(padded[: data.numel()])
+
+    def reduce_slices(self, out: Tensor, full: Tensor, op: ReduceOp, scale: float) -> None:
+        """out = scale * reduction of the ranks' slices `self.rank` of `full`, of which `out` may be one."""
+        reduce_rows(self.exchange_rows(full), op, out, scale=scale)
 
 
 class Transport(FixedOrder):

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
 from zeroengine.comm.lane import Operation
-from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.torch_names import all_gather_single
-from zeroengine.comm.transport import Transport
+from zeroengine.comm.transport import FixedOrder
 
 
 class HeaderCheck:
@@ -46,7 +45,7 @@ class HeaderCheck:
 
     @staticmethod
     def verify_splits(
-        transport: Transport | SharedTransport,
+        transport: FixedOrder,
         name: str,
         receives: Sequence[int],
         sends: Sequence[int],

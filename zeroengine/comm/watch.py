@@ -98,6 +98,9 @@ class HealthWatch:
         return None
 
     def _ended(self, verdict: Verdict, wait: Wait, cause: Exception | None = None) -> RankError:
+        known = self._monitor.failure
+        if verdict.unsaid and known is not None:  # it ended because of what another thread of ours has told, and we read no more
+            return known
         if verdict.diverged:
             return self._error(DivergenceError, wait, f"{verdict.text}.", _REMEDY_DIVERGED, cause)
         return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD, cause)

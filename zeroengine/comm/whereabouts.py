@@ -84,10 +84,11 @@ def _short(path: str) -> str:
 
 
 def machine_id() -> str:
-    """Equal for two processes when each can see the other in /proc; empty where there is no /proc."""
+    """Equal for two processes when each can see the other in /proc; empty where there is no /proc. The variable ZE_HOST
+    tells processes of one machine apart that are to be taken for those of several."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.environ.get('ZE_HOST', '')}"
     except OSError:
         return ""
 

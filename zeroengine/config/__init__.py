@@ -6,6 +6,7 @@ from zeroengine.config.config import Config
 from zeroengine.config.report import KeyReport, describe, markdown
 from zeroengine.config.sections import (
     ActivationCheckpointingSection,
+    AioSection,
     Bf16Section,
     CheckpointSection,
     DataTypesSection,
@@ -21,6 +22,7 @@ from zeroengine.config.zero import OffloadOptimizer, OffloadParam, ZeroSection
 __all__ = [
     "FACTS",
     "ActivationCheckpointingSection",
+    "AioSection",
     "BatchSizes",
     "Bf16Section",
     "CheckpointSection",

@@ -47,6 +47,7 @@ _OWN_CHOICE = (
     *(f"zero_optimization.{section}.{name}" for section in ("offload_optimizer", "offload_param") for name in (
         "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write",
     )),
+    *(f"aio.{name}" for name in ("block_size", "queue_depth", "intra_op_parallelism", "thread_count")),
     *(f"fp16.{name}" for name in (
         "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
         "min_loss_scale",

@@ -82,10 +82,6 @@ FOREIGN: tuple[Foreign, ...] = (
         "model_info model_info_path tuning_space",
     ),
     _ignored(
-        "aio", "Tuning of asynchronous file access.", "affects the speed of nvme offload only",
-        "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds", asks=present,
-    ),
-    _ignored(
         "compile", "Compilation by DeepSpeed.", "affects speed only; compile the model with `torch.compile`",
         "enabled disable backend kwargs deepcompile free_activation free_activation_threshold offload_activation "
         "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
@@ -139,14 +135,12 @@ FOREIGN: tuple[Foreign, ...] = (
         "it changes the batches and the layers; build it into the data loader and the model",
     ),
     _refused("dynamic_train", "Early form of `data_efficiency`.", _CHANGED + "; remove it", asks=switched_on_below),
-    _refused("elasticity", "Batch size that follows the number of ranks.", "it changes the batch; give the batch keys"),
     _refused("expert_parallel", "Experts found and split automatically.", "write `mesh.ep`"),
     _refused("pipeline", "Settings of the pipeline.", "write `mesh.pp`", asks=always),
     _refused(
         "sequence_parallel_size", "Ranks that share one sequence.", "write `mesh.cp`", "",
         other_than(1, 0, None),
     ),
-    _refused("sequence_parallel", "Ranks that share one sequence.", "write `mesh.cp`"),
     _refused(
         "managed_gradient_accumulation", "False leaves accumulation to the script.",
         "leave it true and set `gradient_accumulation_steps` to 1 to step after every backward", "", other_than(True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 
 from zeroengine.config.names import optimizer_name, schedule_name
 from zeroengine.config.spec import Section, ignored, key, never, present, refused
@@ -29,6 +29,7 @@ def _no_params() -> FrozenMap:
 
 
 _MASTERS = "masters and gradients stay in fp32, and fewer bits change the result; remove the key or set it to false"
+_FILES = "reads and writes are always issued together and overlap"
 _RECOMPUTE = "the model's own activation checkpointing is used as it is; this affects memory and speed only"
 
 
@@ -123,6 +124,25 @@ class ActivationCheckpointingSection(Section):
     profile: Flag = ignored(False, "Time checkpointed functions.", _RECOMPUTE)
 
 
+class AioSection(Section):
+    """How files of offloaded state are accessed."""
+
+    block_size: PositiveInteger = key(1 << 20, "Bytes of one read or write, a multiple of 4096.")
+    queue_depth: PositiveInteger = key(8, "Reads and writes in flight at a time, for each of `intra_op_parallelism`.")
+    intra_op_parallelism: PositiveInteger = key(1, "Factor on `queue_depth`.")
+    thread_count: Count | None = ignored(None, "Old name of `intra_op_parallelism`.", "write `aio.intra_op_parallelism`")
+    single_submit: Flag = ignored(False, "Submit requests one by one.", _FILES, asks=never)
+    overlap_events: Flag = ignored(True, "Submit while others complete.", _FILES, asks=never)
+    use_gds: Flag = ignored(False, "Between disk and GPU without host memory.", "data passes through host memory; affects speed only")
+
+    @field_validator("block_size")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % 4096:
+            raise ValueError("expected a multiple of 4096")
+        return value
+
+
 TagValidation = Annotated[Literal["Ignore", "Warn", "Fail"], choice("Ignore", "Warn", "Fail")]
 
 
@@ -152,6 +172,50 @@ class MeshSection(Section):
     ep: PositiveInteger = key(1, "Ranks that share the experts.", ours=True)
 
 
+DispatchType = Annotated[Literal["same", "bf16", "fp8"], choice("same", "bf16", "fp8")]
+
+
+class MoeSection(Section):
+    """Experts that `mesh.ep` ranks share."""
+
+    dispatch_dtype: DispatchType = key(
+        "same", "Type of tokens on their way: same (the model's), bf16, or fp8 (out with a factor a token; back bf16).", ours=True
+    )
+    two_hop: Flag = key(False, "Tokens travel inside a node first and then between nodes.", ours=True)
+    ranks_per_node: PositiveInteger | None = key(
+        None, "Ranks that share experts on one node, for `two_hop`. Null: as launched.", ours=True
+    )
+    copies: Flag = key(False, "Copy busy experts for the length of a layer so that all ranks compute alike.", ours=True)
+    copies_above: PositiveReal = key(
+        1.0, "Copies are made where the busiest rank has more than this many times the mean.", ours=True
+    )
+    bias_speed: NonNegativeReal = key(
+        0.0, "Step of the bias that balances Hugging Face's DeepSeek-V3 routers; 0 leaves it alone.", ours=True
+    )
+
+
+SequenceAttention = Annotated[Literal["ulysses", "ring", "usp"], choice("ulysses", "ring", "usp")]
+SequencePlacement = Annotated[Literal["zigzag", "contiguous"], choice("zigzag", "contiguous")]
+
+
+class SequenceParallelSection(Section):
+    """How the `mesh.cp` ranks of a sequence attend to all of it."""
+
+    attention: SequenceAttention | None = key(
+        None,
+        "ulysses (ranks trade tokens for heads), ring (keys travel), usp (both). null: what the model is built with, or ulysses.",
+        ours=True,
+    )
+    ulysses: PositiveInteger | None = key(None, "Ranks that trade heads, with `usp`; the rest is the ring.", ours=True)
+    layout: SequencePlacement = key("zigzag", "Placement along a ring: zigzag (equal causal work) or contiguous.", ours=True)
+
+    @model_validator(mode="after")
+    def _degree_belongs_to_usp(self) -> SequenceParallelSection:
+        if (self.ulysses is not None) != (self.attention == "usp"):
+            raise ValueError('`ulysses` and `attention: "usp"` go together: usp splits `mesh.cp` into ulysses x ring')
+        return self
+
+
 class HealthSection(Section):
     """How long ranks wait for one another."""
 
@@ -178,6 +242,15 @@ class TensorParallelSection(Section):
     """DeepSpeed's way to write `mesh.tp`."""
 
     autotp_size: Count = key(0, "Tensor-parallel degree; 0 and 1 are off. The same as `mesh.tp`.")
+    sequence_parallel: Flag = key(
+        False, "Split activations between the layers along the sequence as well (Megatron-SP).", ours=True
+    )
+    loss_parallel: Flag = key(
+        False, "Leave logits cut along the vocabulary and compute the loss from the parts; the model returns its part.", ours=True
+    )
+    check_replicas_every: Count = key(
+        0, "Steps between two comparisons of the parameters that all tensor-parallel ranks hold whole; 0 is never.", ours=True
+    )
     tp_overlap_comm: Flag = ignored(False, "Overlap tensor-parallel communication.", "affects speed only")
     dtype: DtypeName | None = ignored(None, "Type of the weights.", "the type follows from `fp16` or `bf16`")
     tp_grain_size: Integer = ignored(1, "Multiple to which split sizes are rounded.", "affects speed only")

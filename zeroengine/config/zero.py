@@ -12,7 +12,6 @@ from zeroengine.config.values import Count, Flag, Fraction, Params, PositiveInte
 Device = Annotated[Literal["none", "cpu", "nvme"], choice("none", "cpu", "nvme")]
 _ONE_BUCKET = "the bucket is the unit of communication here, see `zero_optimization.bucket_size`"
 _REARRANGED = "the mechanism here has no such step"
-_STAYS = "states stay on the device that computes, so there is nothing to move"
 _QUANTIZED = "values sent in fewer bits change the result, and the engine sends them exactly; remove the key"
 
 
@@ -46,13 +45,13 @@ class OffloadOptimizer(Section):
     """Where the optimizer state and the fp32 masters live between steps."""
 
     device: Device = key("none", "`none`, `cpu` or `nvme`.")
-    nvme_path: Text | None = ignored(None, "Directory of the swap files, for device `nvme`.", _STAYS, asks=never)
-    pin_memory: Flag = ignored(True, "Page-locked host buffers, where the accelerator gains from them.", _STAYS, asks=never)
-    buffer_count: Count = ignored(4, "Buffers of the swap pool, for device `nvme`.", _STAYS, asks=never)
-    pipeline_read: Flag = ignored(False, "Read the next part while one is updated, for device `nvme`.", _STAYS, asks=never)
-    pipeline_write: Flag = ignored(False, "Write a part back while the next is updated, for device `nvme`.", _STAYS, asks=never)
-    ratio: Fraction = ignored(1.0, "Share of the optimizer state that is moved off the accelerator.", _STAYS, asks=never)
-    fast_init: Flag = ignored(False, "Faster first write to nvme.", "affects the start-up time only")
+    nvme_path: Text | None = key(None, "Folder for the files of device `nvme`.")
+    pin_memory: Flag = key(True, "Page-locked host memory, where an accelerator reads from it.")
+    buffer_count: Count = key(4, "Device `nvme`: host buffers, each for one bucket's masters and state.")
+    pipeline_read: Flag = key(True, "Device `nvme`: read the next bucket's state while one is updated.")
+    pipeline_write: Flag = key(True, "Device `nvme`: write a bucket's state while the next one is updated.")
+    ratio: Fraction = key(1.0, "Share of masters and state that leaves the device, in whole buckets.")
+    fast_init: Flag = key(False, "Device `nvme`: claim disk space when it is written, and not at the start.")
     super_offload: Flag = ignored(False, "Overlapped update on the host.", "affects speed only")
     cpuadam_cores_perc: Fraction = ignored(0.8, "Share of the cores for `super_offload`.", "affects speed only")
 
@@ -61,11 +60,11 @@ class OffloadParam(Section):
     """Where stage 3 parameter shards live between uses."""
 
     device: Device = key("none", "`none`, `cpu` or `nvme`.")
-    nvme_path: Text | None = ignored(None, "Directory of the swap files, for device `nvme`.", _STAYS, asks=never)
-    pin_memory: Flag = ignored(True, "Page-locked host buffers, where the accelerator gains from them.", _STAYS, asks=never)
-    buffer_count: Count = ignored(5, "Buffers of the swap pool, for device `nvme`.", _STAYS, asks=never)
-    buffer_size: Count = ignored(10**8, "Elements of a buffer of the swap pool, for device `nvme`.", _STAYS, asks=never)
-    max_in_cpu: Count = ignored(10**9, "Elements kept in host memory, for device `nvme`.", _STAYS, asks=never)
+    nvme_path: Text | None = key(None, "Folder for the files of device `nvme`.")
+    pin_memory: Flag = key(True, "Page-locked host memory, where an accelerator reads from it.")
+    buffer_count: Count = key(5, "Device `nvme`: host buffers, each for one bucket's shard.")
+    buffer_size: Count = key(10**8, "Device `nvme`: most elements of a bucket.")
+    max_in_cpu: Count = key(0, "Device `nvme`: elements of this rank's shards that stay in host memory.")
 
 
 class ZeroSection(Section):

@@ -7,10 +7,11 @@ checkpoint does not know stages, ranks or buckets.
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from zeroengine.checkpoint import find_checkpoint, load, save
 from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from zeroengine.mesh import Mesh
 
 Pieces = dict[str, list[Piece]]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def model_pieces(module: nn.Module, mechanism: Mechanism, exclude_frozen: bool) -> Pieces:
@@ -72,6 +75,20 @@ def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
     return state_pieces(optimizer.optimizer, optimizer.held())
 
 
+def within_reach(*, write: bool) -> Callable[[F], F]:
+    """For methods of an engine that read (with `write`: replace) everything it holds, also what lives on a disk."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.mechanism.exposed(write=write):
+                return method(self, *args, **kwargs)
+
+        return cast(F, inside)
+
+    return decorate
+
+
 class CheckpointMethods:
     """Methods of `ZeroEngine` that save and load everything a run needs."""
 
@@ -87,6 +104,7 @@ class CheckpointMethods:
     micro_steps: int
     _data: Iterator[Any] | None
 
+    @within_reach(write=False)
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -108,7 +126,7 @@ class CheckpointMethods:
             pieces.update(optimizer_pieces(optimizer))
         save(
             Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}"),
-            self._pieces_to_save(pieces),
+            self._pieces_to_save(place_parts(pieces, self.module)),
             {**self._counters(), "client_state": dict(client_state or {})},
             {"random": random_states()},
             process_group=None,
@@ -132,6 +150,7 @@ class CheckpointMethods:
                 log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
         return tags[0]
 
+    @within_reach(write=True)
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -152,7 +171,7 @@ class CheckpointMethods:
             return None, {}
         optimizer = None if load_module_only else self.mechanism.optimizer
         with_state = optimizer is not None and load_optimizer_states
-        pieces = model_pieces(self.module, self.mechanism, exclude_frozen=False)
+        pieces = place_parts(model_pieces(self.module, self.mechanism, exclude_frozen=False), self.module)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         where: dict[str, Any] = {"process_group": None, "rank": rank, "world": world}
@@ -173,13 +192,14 @@ class CheckpointMethods:
         return str(found), dict(loaded.replicated.get("client_state", {}))
 
     def _load_optimizer(self, found: Path, optimizer: ZeroOptimizer, where: dict[str, Any]) -> None:
-        masters = load(found, master_pieces(optimizer), strict=False, only=["master."], verify=False, **where)
-        if masters.missing and len(masters.missing) < len(master_pieces(optimizer)):
+        wanted = place_parts(master_pieces(optimizer), self.module)
+        masters = load(found, wanted, strict=False, only=["master."], verify=False, **where)
+        if masters.missing and len(masters.missing) < len(wanted):
             raise CheckpointError(
                 f"{found} lacks the masters of {', '.join(masters.missing[:5])}; load with load_module_only=True"
             )
         optimizer.make_state()
-        wanted = optimizer_pieces(optimizer)
+        wanted = place_parts(optimizer_pieces(optimizer), self.module)
         state = load(found, wanted, strict=False, only=["optim."], verify=False, **where)
         without = self._without_state(found, wanted, set(state.missing))
         restore_state(optimizer.optimizer, optimizer.held(), wanted, without)

@@ -101,11 +101,11 @@ class EngineLoader:
 def build_loader(
     dataset: Dataset[Any] | None, batch_size: int, mesh: Mesh, collate_fn: Callable[..., Any] | None, settings: Config
 ) -> EngineLoader | None:
-    """The loader of this data-parallel rank; None without a dataset."""
+    """The loader of this rank: ranks that share layers or a sequence get the same batches. None without a dataset."""
     if dataset is None:
         return None
     return EngineLoader(
-        dataset, batch_size, mesh.data_parallel_size, mesh.control.rank, collate_fn,
+        dataset, batch_size, mesh.sample_groups, mesh.sample_group, collate_fn,
         settings.dataloader_drop_last, settings.seed or 0,
     )  # fmt: skip
 

@@ -15,19 +15,26 @@ from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
+from zeroengine.engine.experts import ExpertParallel
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
 from zeroengine.engine.names import ScriptMethods
+from zeroengine.engine.parallel import check_replicas
+from zeroengine.engine.parking import OffloadMethods
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once, log_rank0, logger
 from zeroengine.mesh import Mesh
+from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.same import check_same_batch
+from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -49,6 +56,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
         mechanism: Mechanism,
         lr_scheduler: Any,
         loader: EngineLoader | None,
+        sequences: SharedSequences | None = None,
+        layers: TensorParallel | None = None,
+        experts: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -58,6 +68,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
         self.mechanism = mechanism
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = loader
+        self.sequences = sequences
+        self.layers = layers
+        self.experts = experts
         self.device = mesh.fabric.device
         self.global_steps = 0
         self.global_samples = 0
@@ -65,6 +78,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
         self._owns_mesh = owns_mesh
         self._boundary: bool | None = None  # set by the user, else counted
         self._syncs = True
+        self._step_ended = False
         self._times = PhaseTimes(config.wall_clock_breakdown, self.device)
         self._last_loss: Tensor | None = None
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
@@ -84,14 +98,25 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         with self._times.phase("forward"):
+            if self.sequences is not None:
+                return self.sequences.run(self.module, args, kwargs)
+            check_same_batch((args, kwargs), self.mesh.same_sample)
             return self.module(*args, **kwargs)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
+        self.mechanism.placement.check_here()
         if torch.is_grad_enabled() and not in_backward() and self.optimizer is not None:
+            self._begin_step()
             self.mechanism.sharder.end_backward()
             self.mechanism.reducer.next_micro_batch()
             self._prepare_backward()
+
+    def _begin_step(self) -> None:
+        """Before a forward: what was counted for the last step goes, once a new one begins."""
+        if self._step_ended and self.experts is not None:
+            self.experts.forget()
+        self._step_ended = False
 
     def _prepare_backward(self) -> None:
         reducer = self.mechanism.reducer
@@ -143,11 +168,17 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
         self.micro_steps += 1
         self.global_steps += 1
         self.global_samples += self.batch.train
+        self._step_ended = True
+        if result.applied and self.experts is not None:
+            self.experts.after_step()
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
             logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
         self._prepare_backward()
+        every = self.settings.tensor_parallel.check_replicas_every
+        if every and self.global_steps % every == 0:
+            self.check_replicas()
         self._print_progress(result)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -222,6 +253,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
         self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
 
+    def check_replicas(self) -> None:
+        """Raises `DivergenceError` if parameters that all ranks of a tensor group hold whole have come apart. Collective; also run
+        after every `tensor_parallel.check_replicas_every`-th step."""
+        if self.layers is not None:
+            check_replicas(self.module, self.mechanism, self.mesh.tensor_control)
+
     # --- facts ----------------------------------------------------------------------------------------------------
 
     @property
@@ -278,6 +315,11 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
     def dp_world_size(self) -> int:
         return self.mesh.data_parallel_size
 
+    def expert_statistics(self) -> dict[str, LayerStatistics]:
+        """Of every layer with experts, over the global batch since the last step began: load of each expert, drops, entropy of
+        the router, the ranks' skew. Collective."""
+        return {} if self.experts is None else self.experts.statistics()
+
     def memory_report(self) -> dict[str, int]:
         """Bytes by kind that this rank holds now."""
         return report.measured_memory(self.module, self.mechanism)
@@ -305,6 +347,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
                 f"step {self.global_steps}: lr {rates}, gradient norm {result.norm:.4g}, skipped {self.skipped_steps}"
                 + (f", loss scale {self.loss_scale:g}" if self.settings.fp16.enabled else "")
             )
+            for name, layer in self.expert_statistics().items():
+                log_rank0(f"step {self.global_steps}: {name}: {layer.show()}")
             if self.settings.wall_clock_breakdown:
                 spent = ", ".join(f"{name} {1000 * s / int(every):.1f} ms" for name, s in self._times.take().items())
                 log_rank0(f"step {self.global_steps}: {spent} a step")
@@ -329,8 +373,15 @@ class ZeroEngine(CheckpointMethods, WeightMethods, ScriptMethods, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
+        self.reload_states()
         self._begin_hook.remove()
         self.mechanism.remove()
+        if self.experts is not None:
+            self.experts.remove()
+        if self.sequences is not None:
+            self.sequences.remove(self.module)
+        if self.layers is not None:
+            self.layers.remove(self.module)
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:

@@ -17,17 +17,23 @@ from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
-from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.experts import groups_of, spread_experts
+from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
+from zeroengine.engine.memory import check_memory
+from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
+from zeroengine.moe.layer import declared_degree
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
-from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.policy import policy_for
+from zeroengine.zero.tensor import whole_shape
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
 OptimizerSource = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
@@ -79,7 +85,7 @@ def initialize(
     _check_folders(settings)
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
-    mesh = mesh if mesh is not None else _mesh(settings, device, stages)
+    mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
     if isinstance(model, PipelineModule):
         return initialize_pipeline(
             model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
@@ -92,7 +98,7 @@ def _initialize(
     training_data: Dataset[Any] | None, lr_scheduler: Any, collate_fn: Callable[..., Any] | None, settings: Config,
     mesh: Mesh, owns_mesh: bool,
 ) -> tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]:  # fmt: skip
-    batch = resolve_batch(settings, mesh.data_parallel_size)
+    batch = resolve_batch(settings, mesh.sample_groups)
     source: Any = optimizer
     if source is None and settings.optimizer is not None:
         source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, model)
@@ -105,15 +111,29 @@ def _initialize(
     elif not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters; zeroengine.initialize needs an nn.Module with parameters")
     check_free(model)
+    check_plain(model)
     to_device(model, mesh.fabric.device)
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_mechanism(model, settings, members, trains=source is not None)
+    layers, sequences, experts = share_layers(model, settings, mesh), None, None
     zero_optimizer = None
-    if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+    members = groups_of(mesh)
+    try:
+        sequences = share_sequences(model, settings, mesh, layers)
+        experts = spread_experts(model, settings, mesh, members)
+        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        if source is not None:
+            tensor = mesh.tensor_control if layers is not None else None
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
+            _check_memory(model, mechanism)
+    except Exception:
+        if experts is not None:
+            experts.remove()
+        for shared in (sequences, layers):
+            if shared is not None:
+                shared.remove(model)
+        raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader)
+    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -126,7 +146,7 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
     return given[0]
 
 
-def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
+def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) -> Mesh:
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
@@ -135,34 +155,48 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1) -> Mesh:
             f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
             "zeroengine.pipe.PipelineModule with num_stages of the same number"
         )
-    for name in ("cp", "tp", "ep"):
-        if getattr(degrees, name) > 1:
-            raise ConfigError(f"mesh.{name} is {getattr(degrees, name)}: this engine is data parallel; set it to 1")
-    if settings.tensor_parallel.autotp_size > 1:
-        raise ConfigError("tensor_parallel.autotp_size: this engine is data parallel; set it to 1")
+    if stages > 1 and degrees.cp * degrees.tp > 1:
+        raise ConfigError(
+            f"mesh.cp {degrees.cp} and mesh.tp {degrees.tp} with {stages} pipeline stages: layers of a stage and their sequences "
+            "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
+        )
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
     if shard is not None and replicate == 1:
-        if fabric.world_size % (shard * stages):
-            raise ConfigError(
-                f"a shard group of {shard} ranks does not divide the {fabric.world_size} ranks of the job"
-                + (f" with {stages} pipeline stages" if stages > 1 else "")
-            )
-        replicate = fabric.world_size // (shard * stages)
-    return build_mesh(fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard)
+        ranks = shard * stages * degrees.cp * degrees.tp
+        if fabric.world_size % ranks:
+            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
+        replicate = fabric.world_size // ranks
+    return build_mesh(
+        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
+        ep=ep,
+    )  # fmt: skip
+
+
+def _expert_degree(settings: Config, model: nn.Module) -> int:
+    """`mesh.ep`, or what the model's own layers ask for where that is not given."""
+    declared = declared_degree(model)
+    if settings.mesh.ep > 1 and declared > 1 and settings.mesh.ep != declared:
+        raise ConfigError(f"mesh.ep is {settings.mesh.ep}, but the model's MoE layers have ep_size {declared}; leave out one of them")
+    return max(settings.mesh.ep, declared)
 
 
 def _check_places(settings: Config, device: torch.device) -> None:
+    """Refuses places for offloaded state that mean nothing, and says once where a section has no effect."""
     zero = settings.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if section.device == "none":
             continue
-        if section.device == "cpu" and device.type == "cpu":
+        if section.device == "nvme" and not section.nvme_path:
+            raise ConfigError(
+                f"zero_optimization.{name}.device is nvme and {name}.nvme_path is missing; give the folder for its files, on a "
+                "local disk"
+            )
+        if name == "offload_param" and not policy_for(zero.stage).shard_params:
+            log_once(f"zero_optimization.offload_param has no effect at stage {zero.stage}: values are whole between uses")
+        elif section.device == "cpu" and device.type == "cpu":
             log_once(f"zero_optimization.{name}.device is cpu, and so is the device of this run: states are there already")
-            continue
-        raise ConfigError(
-            f"zero_optimization.{name}.device '{section.device}' has no effect on device {device.type} in this engine; "
-            "remove the section"
-        )
 
 
 def _check_folders(settings: Config) -> None:
@@ -189,14 +223,22 @@ def _scheduler(given: Any, optimizer: ZeroOptimizer | None, settings: Config) ->
 
 def _tell(engine: ZeroEngine) -> None:
     planned = engine.planned_memory()
-    total = sum(p.numel() for p in engine.module.parameters())
-    trainable = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    total = sum(whole_shape(p).numel() for p in engine.module.parameters())
+    trainable = sum(whole_shape(p).numel() for p in engine.module.parameters() if p.requires_grad)
     sizes = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in planned.items())
     log_rank0(
         f"ZeRO stage {engine.zero_optimization_stage()} on {engine.mesh.data_parallel_size} ranks "
         f"({engine.mesh.shard_params.size} to a shard group), {engine.settings.dtype} weights, {total:,} parameters "
         f"({trainable:,} trainable) in {len(engine.mechanism.buckets)} buckets; a rank holds {sizes}; batch "
-        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.data_parallel_size}"
+        f"{engine.batch.train} = {engine.batch.micro} x {engine.batch.accumulation} x {engine.mesh.sample_groups}"
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
+
+
+def _check_memory(model: nn.Module, mechanism: Mechanism) -> None:
+    try:
+        check_memory(model, mechanism)
+    except Exception:
+        mechanism.remove()
+        raise

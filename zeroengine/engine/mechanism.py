@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
+from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
+from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same
+from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
@@ -37,7 +42,20 @@ class Mechanism:
     gradients: list[BucketGradients]
     groups: Groups
     masters: dict[int, Tensor]  # fp32 values of 16-bit buckets, until the optimizer takes them
+    placement: Placement
     optimizer: ZeroOptimizer | None = None
+
+    @contextlib.contextmanager
+    def exposed(self, *, write: bool) -> Iterator[None]:
+        """Context in which everything that this rank holds is read (with `write`: replaced) as if it were in memory. Raises
+        `OffloadError` on all ranks. Collective where a disk is used."""
+        self.placement.check_here()
+        if not write and self.optimizer is not None:
+            self.optimizer.check_untorn()
+        with self.placement.exposed(self.groups.control, write=write):
+            yield
+        if write and self.optimizer is not None:
+            self.optimizer.torn = None
 
     def remove(self) -> None:
         """Gives the model back its parameters. Collective."""
@@ -46,6 +64,7 @@ class Mechanism:
         self.sharder.remove()
         for pool in self.pools:
             pool.clear()
+        self.placement.close()
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -59,9 +78,31 @@ def sharding_rule(config: Config) -> ShardingRule:
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
+        if zero.offload_param.device == "nvme":
+            size = min(size, max(zero.offload_param.buffer_size, 1))
     return ShardingRule(
         zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold,
         leaf_module=zero.leaf_module, persistent_total=zero.stage3_model_persistence_threshold,
+    )  # fmt: skip
+
+
+def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool) -> Placement:
+    """Where the configuration lets state and values of `module` live. Without `trains` there is no state."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    zero, aio = config.zero_optimization, config.aio
+    state, values = zero.offload_optimizer, zero.offload_param
+    shards_values = policy_for(zero.stage).shard_params
+    return Placement(
+        device,
+        rank,
+        OffloadRule(
+            state.device, state.nvme_path, state.pin_memory, state.buffer_count, state.ratio,
+            read_ahead=state.pipeline_read, write_behind=state.pipeline_write, claim=not state.fast_init,
+        ) if trains else OffloadRule(),
+        OffloadRule(
+            values.device, values.nvme_path, values.pin_memory, values.buffer_count, resident=values.max_in_cpu,
+        ) if shards_values else OffloadRule(),
+        FileRule(aio.block_size, aio.queue_depth * aio.intra_op_parallelism),
     )  # fmt: skip
 
 
@@ -82,18 +123,28 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
-    pool, gradient_pool = BufferPool(), BufferPool(groups.grads)
+    pools = make_pools(groups)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
-    built = build_buckets(module, rule, groups, pool)
+    placement = placement_for(config, module, groups.rank, trains=trains)
+    built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
-    gradients = [
-        BucketGradients(b, gradient_rule(config, b, groups.data_parallel_size), groups.grads, groups.replicas, gradient_pool)
-        for b in built.buckets
-        if b.trainable and trains
-    ]
+    gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, (pool, gradient_pool), gradients, groups, built.masters if trains else {})
+    return Mechanism(built.buckets, sharder, reducer, tuple(pools.values()), gradients, groups, built.masters, placement)
+
+
+def build_gradients(
+    buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]
+) -> list[BucketGradients]:
+    """What reduces the gradients of the trainable buckets. The mean is over all ranks that train together, also for experts,
+    whose gradients are added up over fewer ranks: each has the tokens of others."""
+    made = []
+    for b in buckets:
+        if b.trainable:
+            group, rule = groups.of(b.params[0]), gradient_rule(config, b, groups.data_parallel_size)
+            made.append(BucketGradients(b, rule, group.grads, group.replicas, pools[group.grads.name]))
+    return made
 
 
 def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
@@ -113,17 +164,22 @@ def build_scaler(config: Config) -> LossScaler:
 
 
 def attach_optimizer(
-    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config
-) -> ZeroOptimizer:
-    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. A model that is
-    refused is left as it was, and can be given again."""
+    mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
+    tensor: Communicator | None = None,
+) -> ZeroOptimizer:  # fmt: skip
+    """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
+    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
     mesh = mechanism.groups
     try:
-        attached = attach(source, groups, mechanism.gradients, mechanism.masters, mesh.params)
+        attached = attach(source, groups, mechanism.gradients, mechanism.masters)
         mechanism.optimizer = ZeroOptimizer(
             attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
             build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+            mechanism.placement,
         )  # fmt: skip
+        if tensor is not None:
+            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
+        mechanism.placement.agree(mesh.control, "setting memory and disk aside")
     except Exception:
         mechanism.remove()
         raise

@@ -14,6 +14,7 @@ from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.engine.checkpointing import Pieces
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
 from zeroengine.engine.state import whole_parameters
@@ -29,7 +30,8 @@ from zeroengine.pipeline.schedules import forward_schedule
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, check_free
+from zeroengine.zero.build import check_free
+from zeroengine.zero.experts import by_name
 from zeroengine.zero.held import to_device
 
 
@@ -44,7 +46,7 @@ class PipelineEngine(ZeroEngine):
 
     def __init__(
         self, module: PipelineModule, config: Config, batch: BatchSizes, mesh: Mesh, owns_mesh: bool, mechanism: Mechanism,
-        lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms, ties: Ties,
+        lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms, ties: Ties, experts: ExpertParallel | None = None,
     ) -> None:  # fmt: skip
         self._comms, self._ties = comms, ties
         self._schedules: dict[tuple[bool, int], Checked] = {}
@@ -53,7 +55,7 @@ class PipelineEngine(ZeroEngine):
         self._loss_sum = 0.0
         self._ran: Checked | None = None
         self.last_run: Run | None = None
-        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader)
+        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, experts=experts)
         self._executor = Executor(
             len(module.placement), module.placement, self._stage_forward, comms.stream, comms.extra, self.device,
             _Hooks(module, mechanism),
@@ -73,6 +75,7 @@ class PipelineEngine(ZeroEngine):
         ranks, on every rank. Raises StopIteration on all stages when `data_iter` ends."""
         optimizer = self._need_optimizer("train_batch")
         self.train()
+        self._begin_step()
         checked = self.schedule(self.batch.accumulation)
         feed = self._deal(data_iter, self.batch.accumulation)
         self._weigh(self.batch.accumulation, optimizer.scaler.scale)
@@ -241,11 +244,12 @@ class PipelineEngine(ZeroEngine):
         """The state_dict of all stages in host memory on rank 0 (None elsewhere). Collective."""
         mine: dict[str, Tensor] = {}
         keep = self.mesh.control.rank == 0
-        by_name = dict(self.module.named_parameters())
+        params = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
-            if keep and (by_name[name].requires_grad or not exclude_frozen_parameters):
+            found = by_name(params[name], name, value)
+            if keep and (params[name].requires_grad or not exclude_frozen_parameters):
                 cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                mine[name] = value.detach().to(device="cpu", dtype=cast, copy=True)
+                mine.update({n: v.detach().to(device="cpu", dtype=cast, copy=True) for n, v in found.items()})
         if not keep:
             return None
         for prefix, child in self.module.named_modules():
@@ -253,7 +257,7 @@ class PipelineEngine(ZeroEngine):
                 if buffer is not None and name not in child._non_persistent_buffers_set:
                     mine[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
         for name, original in self.module.named_parameters(remove_duplicate=False):
-            first = next((n for n, p in by_name.items() if p is original), name)
+            first = next((n for n, p in params.items() if p is original), name)
             if first in mine:
                 mine[name] = mine[first]
         return self._collect(mine)
@@ -337,8 +341,14 @@ def initialize_pipeline(
     to_device(module, mesh.fabric.device)
     ties = Ties(module, comms, mesh.fabric.device)
     ties.equalize(module)
-    members = Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control)
-    mechanism = build_stages(module, settings, members, ties, trains=source is not None)
+    members = groups_of(mesh)
+    experts = spread_experts(module, settings, mesh, members, stage=True)
+    try:
+        mechanism = build_stages(module, settings, members, ties, trains=source is not None)
+    except Exception:
+        if experts is not None:
+            experts.remove()
+        raise
     zero_optimizer = None
     if source is not None:
         zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
@@ -346,7 +356,7 @@ def initialize_pipeline(
         zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
     scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties)
+    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts)
     checked = engine.schedule(batch.accumulation)
     log_rank0(
         f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, "

@@ -2,57 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.offload.buffers import padded, rounded
+from zeroengine.optim.state import moments
 from zeroengine.zero.residency import slot_of
-
-# fp32 tensors of the parameter's size that torch's optimizers keep; options of the group decide where a range is given.
-_MOMENTS = {
-    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "FusedAdagrad": 1, "FusedLion": 1,
-    "Adadelta": 2, "ASGD": 1, "Rprop": 2,
-}  # fmt: skip
 
 
 def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes that this rank holds now, by kind: parameters (values at rest), gradients, optimizer (masters and state),
-    working (gathered values, buffers in the pools), buffers (the model's)."""
-    parameters = sum(b.shard.nbytes if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets)
+    working (gathered values, buffers in the pools), buffers (the model's), disk (parameters, masters and state in files, which
+    are not in the kinds before), staging (host buffers between files and the rest, and between host and accelerator), and
+    host (what `offload_states` moved off an accelerator)."""
+    placement = mechanism.placement
+    parameters = sum(
+        (b.shard.nbytes if b.home.in_memory else 0) if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets
+    )
     parameters += sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
     gathered = sum(_nbytes(b.full) for b in mechanism.buckets if b.policy.shard_params)
     pools = sum(pool.bytes() for pool in mechanism.pools)
     for comm in mechanism.groups.all:
         pools += int(getattr(comm, "pool_bytes", int)())
-    return {
+    found = {
         "parameters": parameters,
         "gradients": sum(g.bytes() for g in mechanism.gradients),
         "optimizer": mechanism.optimizer.bytes() if mechanism.optimizer is not None else 0,
         "working": gathered + pools,
         "buffers": sum(b.nbytes for b in module.buffers()),
+        "disk": placement.disk_bytes(),
+        "staging": placement.staging_bytes(),
     }
+    parked = placement.parked
+    if parked is not None:
+        for lot in parked.lots:
+            found[lot.kind] -= lot.nbytes
+        where = "disk" if parked.tier == "nvme" else "host"
+        found[where] = found.get(where, 0) + parked.total
+    return found
 
 
 def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes at rest after a step that the layout predicts, for the kinds that live on."""
     parameters = sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
+    placement, disk = mechanism.placement, 0
+    values, state = [], []  # bytes of the records on disk
     for bucket in mechanism.buckets:
         held = bucket.layout.shard_numel if bucket.policy.shard_params else bucket.layout.padded
-        parameters += bucket.dtype.itemsize * held
+        if bucket.home.in_memory:
+            parameters += bucket.dtype.itemsize * held
+        else:
+            disk += bucket.dtype.itemsize * held
+            values.append(rounded(bucket.dtype.itemsize * held))
     gradients = optimizer = 0
-    moments = _moments(mechanism)
+    kept = moments(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
     for g in mechanism.gradients:
         bucket, layout, policy = g.bucket, g.bucket.layout, g.bucket.policy
         gradients += g.rule.accumulate.itemsize * (layout.shard_numel if policy.shard_grads else layout.padded)
         lo, hi = (bucket.own.start, bucket.own.stop) if policy.shard_state else (0, layout.padded)
         wide = torch.promote_types(bucket.dtype, torch.float32).itemsize
-        if bucket.dtype.itemsize < wide:  # a master of its own
-            optimizer += wide * (hi - lo)
-        optimizer += wide * moments * sum(s.end - s.start for s in layout.segments(lo, hi))
-    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
+        # a master of its own
+        there = policy.shard_params and placement.values_on_host
+        own = bucket.dtype.itemsize < wide or (placement.on_host(bucket.index) and not there)
+        master = wide * (hi - lo) if own else 0
+        parts = [wide * (s.end - s.start) for s in layout.segments(lo, hi)]
+        if placement.state(bucket.index).in_memory:
+            optimizer += master + kept * sum(parts)
+        else:
+            disk += master + kept * sum(parts)
+            state.append(rounded(master) + rounded(kept * sum(padded(n) for n in parts)))
+    staging = sum(
+        min(rule.buffers, len(records)) * max(records, default=0)
+        for rule, records in ((placement.values_rule, values), (placement.state_rule, state))
+    )
+    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "disk": disk, "staging": staging}
 
 
 def traffic(mechanism: Mechanism) -> dict[str, int]:
@@ -74,13 +98,14 @@ def planned_traffic(mechanism: Mechanism, accumulation: int) -> int:
     """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, each of which
     reads every bucket's values once in forward and once in backward: Rajbhandari et al. (2020), section 7."""
     total = 0.0
-    shards, replicas = mechanism.groups.params.size, mechanism.groups.replicas.size
-    share = (shards - 1) / shards
+    replicas = mechanism.groups.replicas.size
     for bucket in mechanism.buckets:
+        share = (bucket.comm.size - 1) / bucket.comm.size
         if bucket.policy.shard_params:
             total += 2 * accumulation * bucket.layout.padded * bucket.dtype.itemsize * share
     for g in mechanism.gradients:
         layout, policy, sums = g.bucket.layout, g.bucket.policy, g.rule.accumulate.itemsize
+        share = (g.bucket.comm.size - 1) / g.bucket.comm.size
         rounds = accumulation if policy.shard_grads else 1
         total += rounds * layout.padded * g.rule.wire.itemsize * share
         total += rounds * 2 * layout.shard_numel * sums * (replicas - 1) / replicas
@@ -89,19 +114,6 @@ def planned_traffic(mechanism: Mechanism, accumulation: int) -> int:
         elif not policy.shard_params:
             total += layout.padded * g.bucket.dtype.itemsize * share  # the updated values
     return round(total)
-
-
-def _moments(mechanism: Mechanism) -> int:
-    optimizer = mechanism.optimizer
-    if optimizer is None:
-        return 0
-    name = type(optimizer.optimizer).__name__
-    defaults: Mapping[str, Any] = optimizer.defaults
-    if name in ("SGD", "FusedSGD"):
-        return 1 if defaults.get("momentum") else 0
-    if name == "RMSprop":
-        return 1 + int(bool(defaults.get("momentum"))) + int(bool(defaults.get("centered")))
-    return _MOMENTS.get(name, 2) + int(bool(defaults.get("amsgrad")))
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

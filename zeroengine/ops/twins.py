@@ -31,8 +31,9 @@ def _adam(p: Tensor, g: Tensor, states: Sequence[Tensor], h: Hypers) -> None:
     m.add_((g - m).mul_(h[0]))
     v.mul_(h[1]).add_((g * g).mul_(h[2]))
     if len(states) == 3:
-        torch.maximum(states[2], v, out=states[2])
-        v = states[2]
+        top = states[2]
+        top.copy_(torch.where((v > top) | (v != v), v, top))  # `maximum` chooses either zero of 0.0 and -0.0
+        v = top
     p.sub_((m / _sqrt(v).mul_(h[4]).add_(h[5])).mul_(h[3]))
 
 

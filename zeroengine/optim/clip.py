@@ -11,6 +11,8 @@ from zeroengine.comm.protocol import Communicator
 from zeroengine.ops.flat import squares
 from zeroengine.zero.gradients import BucketGradients
 
+_NAME = 256  # bytes of a parameter's name that travel between ranks
+
 
 def global_norm(gradients: list[BucketGradients], shard_ranks: tuple[int, ...], control: Communicator) -> float:
     """2-norm of all combined gradients (before clipping). Collective.
@@ -20,8 +22,10 @@ def global_norm(gradients: list[BucketGradients], shard_ranks: tuple[int, ...], 
     """
     mine = squares([_real(g.reduced) for g in gradients])[0].cpu()
     table = control.exchange(mine, "squares of the gradients")
-    rows = [control.ranks.index(r) for r in shard_ranks]
-    total = float(table[rows].sum(0).sum()) if gradients else 0.0
+    if shard_ranks != control.ranks:
+        place = {r: i for i, r in enumerate(control.ranks)}
+        table = table[[place[r] for r in shard_ranks]]
+    total = float(table.sum(0).sum()) if gradients else 0.0
     # fp32: the partial sums differ in their last bits with the size of buckets, and the norm should not
     return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 
@@ -52,5 +56,10 @@ def blame(gradients: list[BucketGradients], control: Communicator) -> str:
     if not rows:
         return "a sum over gradients that overflowed"
     bucket, index, kind, rank = min(rows)
-    name = gradients[bucket].bucket.layout.specs[index].name
+    # the rank that found it says its name: of experts each rank holds others
+    text = gradients[bucket].bucket.layout.specs[index].name.encode()[:_NAME]
+    row = torch.zeros(_NAME, dtype=torch.uint8)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    told = control.exchange(row, "name of the parameter")[control.ranks.index(rank)]
+    name = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
     return f"{'NaN' if kind == 2 else 'inf'} in the gradient of '{name}' (slice of rank {rank})"

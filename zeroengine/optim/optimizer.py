@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError
+from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError, OffloadError
 from zeroengine.logging import log_rank0
+from zeroengine.offload.placement import Placement
 from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
+from zeroengine.optim.offloaded import AwayUpdate
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
@@ -23,10 +27,12 @@ from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import digest
 from zeroengine.zero.gradients import BucketGradients
+from zeroengine.zero.host import HeapTrimmer
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
 
+_SETTLING = 2  # steps after which the heap's holes are given back: the state is made in the first
 _SAY_EVERY = 50  # skipped steps between two warnings, after the first few
 
 
@@ -58,6 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         max_norm: float,
         max_skips: int,
         ignore_unused: bool = True,
+        placement: Placement | None = None,
     ) -> None:
         # torch's own __init__ would build groups over parameters; the inner optimizer has done so.
         self._attached = attached
@@ -75,6 +82,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._max_skips = max_skips
         self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
+        self._settling = _SETTLING
+        self.placement = placement or Placement.on_device(torch.device("cpu"))
+        self.torn: str | None = None  # why weights and state are of different steps
+        self._away = AwayUpdate(self.placement, self.masters, self.optimizer, self.parts.whole)
+        self._near = [m for m in self.masters if not m.away]
+        self._away.settle()
         # What a pipeline replaces: its norm and its reason to skip are those of all stages.
         self.norm_rule: Callable[[list[BucketGradients]], float] = self._norm
         self.blame_rule: Callable[[list[BucketGradients]], str] = self._blame
@@ -120,11 +133,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank's parts. For a checkpoint that loads anywhere use `engine.save_checkpoint`."""
-        return self.optimizer.state_dict()
+        """State of this rank's parts; of what lives on a disk, a copy. For a checkpoint that loads anywhere use
+        `engine.save_checkpoint`."""
+        self.placement.check_here()
+        if not self.placement.stores:
+            return self.optimizer.state_dict()
+        with contextlib.ExitStack() as stack:
+            for store in self.placement.stores:
+                stack.enter_context(store.exposed(write=False))
+            return copy.deepcopy(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.placement.check_here()
         self.optimizer.load_state_dict(state_dict)
+        self._away.put_away()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Trains parameters that are in no group so far: a dict with `params` and, if they differ, options. The same call on
@@ -141,8 +163,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
             )
+        self.placement.check_here()
+        self.check_untorn()
         self._sharder.verify()
         self._sharder.end_backward()
+        self._before_update()
         used, edited = self.reducer.finish(self._edit_marks())
         self._follow_edits(edited)
         self._check_used(used)
@@ -160,39 +185,73 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.scaler.update(not finite)
         self.reducer.clear()
         self.last = StepResult(norm, finite, clipped)
+        if self._settling:
+            self._settling -= 1
+            HeapTrimmer(every=0).freed(0)
         return self.last
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
+    def check_untorn(self) -> None:
+        """Raises `OffloadError` if an update was cut short by a disk."""
+        if self.torn is not None:
+            raise OffloadError(
+                f"weights and optimizer state are of different steps, because an update was cut short ({self.torn}); load the last "
+                "checkpoint before going on"
+            )
+
+    def _before_update(self) -> None:
+        """What lives on a disk is on its way while the last gradients are reduced. Nothing has changed yet if a disk is gone."""
+        if not self.placement.uses_disk:
+            return
+        with self.placement.faults.kept():
+            for store in self.placement.stores:
+                store.check()
+            self._away.ahead()
+        self.placement.agree(self._control, "before the update", "Nothing was changed")
+
     def _update(self, used: frozenset[str], factor: float) -> None:
+        fused = isinstance(self.optimizer, FusedOptimizer)
         if isinstance(self.optimizer, FusedOptimizer):
             grads: dict[Tensor, Tensor] = {}
             copies: dict[Tensor, Tensor] = {}
-            for master in self.masters:
+            for master in self._near:
                 master.feed(used, grads, copies)
             self.optimizer.step(grad_scale=factor, copies=copies, grads=grads)
         else:
             self._update_by_torch(used, factor)
-        for master in self.masters:
-            master.publish(written=isinstance(self.optimizer, FusedOptimizer))
+        if self.parts.whole is None:
+            self._publish_near(fused)
+        self._away.run(used, factor)
+        if self.parts.whole is not None:
+            self.parts.whole.update(self.optimizer.step, used)
+            self._publish_near(fused)
+        self._away.finish()
         for master in self.masters:
             master.bucket.wait()
+        try:
+            self.placement.agree(self._control, "in the update", "Load the last checkpoint to go on")
+        except OffloadError as error:
+            self.torn = str(error)
+            raise
+
+    def _publish_near(self, written: bool) -> None:
+        for master in self._near:
+            master.publish(written)
 
     def _update_by_torch(self, used: frozenset[str], factor: float) -> None:
-        for master in self.masters:
+        for master in self._near:
             if factor < 1.0:
                 master.gradients.updated.mul_(factor)
             master.link(used)
         if self._has_flat_parts():
             self.optimizer.step()
-        for master in self.masters:
+        for master in self._near:
             master.unlink()
-        if self.parts.whole is not None:
-            self.parts.whole.update(self.optimizer.step, used)
 
     def _has_flat_parts(self) -> bool:
         """Else every call of the inner `step` is one for whole parameters: some optimizers count their calls."""
-        return any(index not in m.apart for m in self.masters for index in m.parts) or self.parts.whole is None
+        return any(index not in m.apart for m in self._near for index in m.parts) or self.parts.whole is None
 
     def _norm(self, gradients: list[BucketGradients]) -> float:
         return global_norm(gradients, self._shard_ranks, self._control)
@@ -239,13 +298,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
         table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
         for bucket, column in zip(edited, table.unbind(1), strict=True):
+            ranks = bucket.equal or self._control.ranks
+            column = column[[self._control.ranks.index(r) for r in ranks]]
             if not bool((column == column[0]).all()):
-                ranks = self._control.ranks
                 odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
                 raise DivergenceError(
-                    f"rank {ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place (load_state_dict, "
-                    f"copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ from rank "
-                    f"{ranks[0]}); make the same edit everywhere, or edit inside "
+                    f"rank {self._control.ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place "
+                    f"(load_state_dict, copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ "
+                    f"from rank {ranks[0]}); make the same edit everywhere, or edit inside "
                     "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
                 )
             bucket.forget_edit()
@@ -284,29 +344,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for view, spec in self.parts.whole.owned():
                 yield view, Piece(spec.name, spec.shape, 0, torch.empty(0))
 
+    def state_of(self, view: nn.Parameter) -> list[Tensor]:
+        """What the inner optimizer keeps for a part or a whole parameter, step counts and the like aside."""
+        return self._away.state(view)
+
     def make_state(self) -> None:
         """Lets the inner optimizer make the state that it lacks, by a step that changes nothing."""
         inner = self.optimizer
         mine = {id(p) for group in inner.param_groups for p in group["params"]}
-        lacking = [
-            part.view
-            for master in self.masters
-            for index, parts in master.parts.items()
-            for part in parts
-            if index not in master.apart and id(part.view) in mine and part.view not in inner.state
-        ]
+        lacking = [p for master in self._near for p in master.views() if id(p) in mine and p not in inner.state]
         with torch.no_grad(), NoChange(inner):
-            for p in lacking:
-                p.grad = torch.zeros_like(p)
-            if lacking:
-                inner.step()
-            for p in lacking:
-                p.grad = None
+            _rehearse(inner, lacking)
+            for master in self._away.masters:
+                with master.at_hand(changed=True):
+                    _rehearse(inner, [p for p in master.views() if id(p) in mine and p not in inner.state])
             if self.parts.whole is not None:
                 self.parts.whole.rehearse(inner.step, lambda p: p not in inner.state)
 
     def bytes(self) -> int:
-        """Bytes of masters that are separate from the values, and of optimizer state (its step counters aside)."""
+        """Bytes in memory of masters that are separate from the values, and of optimizer state (its step counters aside)."""
         masters = sum(m.flat.nbytes for m in self.masters if m.separate)
         state = sum(
             v.nbytes
@@ -314,4 +370,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for v in s.values()
             if isinstance(v, torch.Tensor) and v.dim()
         )
-        return masters + state
+        return masters + state - self.placement.state_bytes_away()
+
+
+def _rehearse(inner: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """A step of `inner` with zero gradients, for `params` only."""
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    if params:
+        inner.step()
+    for p in params:
+        p.grad = None

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
 from zeroengine.ops.optimizer import FusedOptimizer
@@ -18,8 +17,10 @@ from zeroengine.optim.state import carry_state, check_fresh
 from zeroengine.optim.update import FlatMaster
 from zeroengine.optim.whole import WholeUpdate
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.experts import expert_part, is_elsewhere
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.residency import slot_of
+from zeroengine.zero.tensor import tensor_shard
 
 Groups = Sequence[Mapping[str, Any]]
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -29,17 +30,15 @@ class Parts:
     """What of each parameter this rank updates: flat parts of the masters, or whole parameters that it owns."""
 
     def __init__(
-        self, gradients: list[BucketGradients], masters: dict[int, Tensor], comm: Communicator,
-        cls: type[torch.optim.Optimizer], groups: Groups,
-    ) -> None:  # fmt: skip
-        """`masters`: fp32 values of 16-bit buckets by index, taken out of the dict. `comm`: the shard group's."""
+        self, gradients: list[BucketGradients], masters: dict[int, Tensor], cls: type[torch.optim.Optimizer], groups: Groups
+    ) -> None:
+        """`masters`: fp32 values of 16-bit buckets by index, taken out of the dict."""
         self._cls = cls
         self._taken: dict[int, str] = {}
         self.whole: WholeUpdate | None = None
         chosen = self._choose(groups)
         self.masters = [FlatMaster(g, masters.pop(g.bucket.index, None), not issubclass(cls, FusedOptimizer)) for g in gradients]
         self._by_bucket = {m.bucket.index: m for m in self.masters}
-        self._comm = comm
         self._sharded = any(g.bucket.policy.shard_state for g in gradients)
         self._add_whole(chosen)
         if self.whole is not None and not _is_known(cls):
@@ -99,8 +98,16 @@ class Parts:
                 continue
             for p in group["params"]:
                 found = self._place(p, g)
-                if found is not None:
-                    chosen.setdefault(found[0], set()).add(found[1])
+                if found is None:
+                    continue
+                part = expert_part(p)
+                if part is not None and part.stacked:
+                    raise ConfigError(
+                        f"optimizer {self._cls.__name__} looks at whole parameters, and mesh.ep gives each rank a part of '{found[2]}'; "
+                        "use an optimizer that updates each element by itself (Adam, AdamW, SGD, ...), or make the experts modules of "
+                        "their own (zeroengine.moe.ExpertList)"
+                    )
+                chosen.setdefault(found[0], set()).add(found[1])
         return {bucket: frozenset(indices) for bucket, indices in chosen.items()}
 
     def _add_whole(self, chosen: dict[int, frozenset[int]]) -> None:
@@ -112,15 +119,15 @@ class Parts:
         if self.whole is None:
             # as much at once as the mechanism holds of values and gradients
             size = max(m.bucket.layout.padded for m in self.masters)
-            self.whole = WholeUpdate(self._comm, not steps_apart(self._cls), size)
+            self.whole = WholeUpdate(not steps_apart(self._cls), size)
         self.whole.add([(self._by_bucket[b], i) for b in sorted(chosen) for i in sorted(chosen[b]) if b in self._by_bucket])
 
     def _place(self, p: Tensor, group: int) -> tuple[int, int, str] | None:
-        """(bucket, index, name); None for a parameter without elements or frozen."""
+        """(bucket, index, name); None for a parameter without elements, frozen, or of an expert of another rank."""
         slot = slot_of(p)
         if slot is not None and isinstance(slot.bucket, Bucket):
             return slot.bucket.index, slot.index, slot.name
-        if not p.requires_grad or not p.numel():
+        if not p.requires_grad or not p.numel() or is_elsewhere(p):
             return None
         raise ConfigError(
             f"parameter group {group} has a tensor of shape {tuple(p.shape)} that is not a parameter of the model given "
@@ -144,7 +151,7 @@ class Attached:
 
 def attach(
     source: torch.optim.Optimizer | Build, groups: list[dict[str, Any]], gradients: list[BucketGradients],
-    masters: dict[int, Tensor], comm: Communicator,
+    masters: dict[int, Tensor],
 ) -> Attached:  # fmt: skip
     """The user's optimizer, or one that `source` builds over groups, with this rank's parts in place of the model's
     parameters.
@@ -157,13 +164,13 @@ def attach(
         check_usable(cls)
         prepare = getattr(source, "prepare", None)
         groups = groups if prepare is None else prepare(groups)
-        parts = Parts(gradients, masters, comm, cls, groups)
+        parts = Parts(gradients, masters, cls, groups)
         inner = source([{**group, "params": mine} for group, mine in zip(groups, parts.take(groups), strict=True)])
         return Attached(inner, parts, prepare)
     inner = source if isinstance(source, torch.optim.Optimizer) else _call(source, groups)
     check_usable(type(inner))
     check_fresh(inner)
-    parts = Parts(gradients, masters, comm, type(inner), inner.param_groups)
+    parts = Parts(gradients, masters, type(inner), inner.param_groups)
     _replace(inner, parts)
     return Attached(inner, parts)
 
@@ -187,7 +194,9 @@ def _replace(inner: torch.optim.Optimizer, parts: Parts) -> None:
         for p in params:
             slot = slot_of(p)
             if p in made and slot is not None:
-                carry_state(inner, made[p], p.shape, parts.of(slot.bucket.index, slot.index), _starts(parts, slot))
+                shard = tensor_shard(p)  # the constructor saw the whole parameter
+                state = made[p] if shard is None else shard.cut_state(made[p], p.shape)
+                carry_state(inner, state, p.shape, parts.of(slot.bucket.index, slot.index), _starts(parts, slot))
     for group, mine in zip(inner.param_groups, after, strict=True):
         group["params"] = mine
         group.pop("param_names", None)  # one name for each parameter, and there may be more parts or fewer

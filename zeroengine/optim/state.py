@@ -88,6 +88,23 @@ def restore_state(optimizer: torch.optim.Optimizer, held: Iterable[Held], loaded
                 state[key] = type(value)(loaded[f"optim.{piece.name}.{key}"][0].data.item())
 
 
+# fp32 tensors of the parameter's size that torch's optimizers keep; options of the group decide where a range is given.
+_MOMENTS = {
+    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "FusedAdagrad": 1, "FusedLion": 1,
+    "Adadelta": 2, "ASGD": 1, "Rprop": 2,
+}  # fmt: skip
+
+
+def moments(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size `optimizer` keeps for it: known for torch's classes and ours, a guess for others."""
+    name, defaults = type(optimizer).__name__, optimizer.defaults
+    if name in ("SGD", "FusedSGD"):
+        return 1 if defaults.get("momentum") else 0
+    if name == "RMSprop":
+        return 1 + int(bool(defaults.get("momentum"))) + int(bool(defaults.get("centered")))
+    return _MOMENTS.get(name, 2) + int(bool(defaults.get("amsgrad")))
+
+
 class NoChange:
     """Context in which a step of `optimizer` changes nothing but its state: zero gradients, learning rate and decay."""
 

@@ -7,12 +7,14 @@ Parameters that the optimizer must see whole are `whole.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from zeroengine.offload.home import Home, at_hand
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import fingerprint
 from zeroengine.zero.gradients import BucketGradients
@@ -37,6 +39,8 @@ class FlatMaster:
 
     For fp32 and fp64 buckets the master *is* the bucket's memory; for 16-bit ones it is an fp32 copy. `apart`:
     indices of the parameters that `WholeUpdate` updates; their parts are not linked to gradients.
+
+    Masters and state live where the bucket's placement says: they are read and written inside `at_hand` only.
     """
 
     def __init__(self, gradients: BucketGradients, master: Tensor | None, cut: bool) -> None:
@@ -49,13 +53,40 @@ class FlatMaster:
         self._values: Tensor = held if held is not None else bucket.shard
         self.separate = master is not None
         self.flat: Tensor = self._values if master is None else master
+        self.home: Home = bucket.placement.state(bucket.index)
         self._published = self._fingerprint()
         self.parts: dict[int, list[Part]] = {}
+        self._reduced: list[Tensor] = []  # views into `gradients.updated` for `_flat_parts`, while it lies where it lay
+        self._reduced_at = 0
         self.apart: frozenset[int] = frozenset()
         for index, start, end, at in self._ranges(cut):
             spec = bucket.layout.specs[index]
-            part = Part(spec.name, spec.shape, start, at, nn.Parameter(self.flat[at : at + end - start].detach()))
-            self.parts.setdefault(index, []).append(part)
+            self._add(index, Part(spec.name, spec.shape, start, at, nn.Parameter(self.flat[at : at + end - start].detach())))
+
+    def _add(self, index: int, part: Part) -> None:
+        self.parts.setdefault(index, []).append(part)
+        (self.home if self.separate else self.bucket.home).alias(part.view, self.flat, part.at * self.flat.element_size())
+
+    def at_hand(self, *, changed: bool) -> contextlib.AbstractContextManager[None]:
+        """Context in which masters, state and values of the range have their values in memory. Raises `OffloadError`."""
+        return at_hand(self.home, self.bucket.home, changed=changed)
+
+    def owns_state(self, state: Callable[[nn.Parameter], Iterable[Tensor]]) -> None:
+        """`state` gives the tensors that the optimizer keeps for a part: they live with the masters from now on."""
+
+        def members() -> Iterator[Tensor]:
+            if self.separate:
+                yield self.flat
+            for parts in self.parts.values():
+                for part in parts:
+                    yield from state(part.view)
+
+        self.home.owns(members)
+
+    @property
+    def away(self) -> bool:
+        """Masters or state leave memory between steps, or are updated by another processor than that of the values."""
+        return not (self.home.in_memory and self.bucket.home.in_memory) or self.flat.device != self.bucket.device
 
     def _ranges(self, cut: bool) -> Iterator[tuple[int, int, int, int]]:
         """(parameter, start, end, position in `flat`). Not cut for so many ranks that it would cost time."""
@@ -74,33 +105,57 @@ class FlatMaster:
     def widen(self, indices: frozenset[int]) -> None:
         """From now on the optimizer sees the parameters of these indices in their own shape: here where this rank updates
         everything, else they are `apart`. It must not know parts of them yet."""
+        self._reduced_at = 0
         if self.bucket.policy.shard_state:
             self.apart |= indices
             return
         for index in indices:
             spec = self.bucket.layout.specs[index]
             view = nn.Parameter(self.flat[spec.offset : spec.end].view(spec.shape).detach())
-            self.parts[index] = [Part(spec.name, spec.shape, 0, spec.offset, view)]
+            del self.parts[index]
+            self._add(index, Part(spec.name, spec.shape, 0, spec.offset, view))
 
-    def _flat_parts(self, used: frozenset[str]) -> Iterator[tuple[Part, Tensor]]:
-        """The parts that are updated here and have a gradient in this step, with it: its view in the reduced gradients."""
-        reduced = self.gradients.updated
-        for index, parts in self.parts.items():
-            for part in parts:
-                if index not in self.apart and part.name in used:
-                    yield part, reduced[part.at : part.at + part.view.numel()].view(part.view.shape)
+    def _flat_parts(self, used: frozenset[str], copied: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+        """The parts that are updated here and have a gradient in this step, with it: its view in the reduced gradients, or in
+        the copy `copied` of them."""
+        parts = [part for index, of in self.parts.items() if index not in self.apart for part in of]
+        reduced = self.gradients.updated if copied is None else copied
+        views = self._reduced
+        if copied is not None or self._reduced_at != reduced.data_ptr():
+            views = [reduced[part.at : part.at + part.view.numel()].view(part.view.shape) for part in parts]
+        if copied is None:
+            self._reduced, self._reduced_at = views, reduced.data_ptr()
+        for part, grad in zip(parts, views, strict=True):
+            if part.name in used:
+                yield part, grad
 
-    def link(self, used: frozenset[str]) -> None:
+    def link(self, used: frozenset[str], reduced: Tensor | None = None) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters have none, as in torch."""
-        for part, grad in self._flat_parts(used):
+        for part, grad in self._flat_parts(used, reduced):
             part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
 
-    def feed(self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor]) -> None:
+    def feed(
+        self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor], reduced: Tensor | None = None
+    ) -> None:
         """`link` for an optimizer that takes gradients of any type, and writes the values in the pass that makes them."""
-        for part, grad in self._flat_parts(used):
+        for part, grad in self._flat_parts(used, reduced):
             grads[part.view] = grad
-            if self.separate:
+            if self.separate and self._values.device == self.flat.device:
                 copies[part.view] = self._values[part.at : part.at + grad.numel()].view(grad.shape)
+
+    def forget_gradients(self) -> None:
+        """Lets go of the memory of the gradients, which was given up."""
+        self._reduced, self._reduced_at = [], 0
+
+    def views(self) -> list[nn.Parameter]:
+        """What the optimizer knows the flat parts by."""
+        return [part.view for index, parts in self.parts.items() if index not in self.apart for part in parts]
+
+    def repoint(self) -> None:
+        """The parts are views of `flat`, whose memory was exchanged."""
+        for parts in self.parts.values():
+            for part in parts:
+                part.view.data = self.flat.data[part.at : part.at + part.view.numel()].view(part.view.shape)
 
     def unlink(self) -> None:
         for parts in self.parts.values():
@@ -110,20 +165,37 @@ class FlatMaster:
     def publish(self, written: bool) -> None:
         """Issues what brings the new values to the other ranks; the optimizer may have `written` them from the masters
         already (`feed`)."""
-        if self.separate and not written:
-            self._values.copy_(self.flat)
+        self.settle(written)
+        self.announce()
+
+    def settle(self, written: bool) -> None:
+        """The part of `publish` that this rank does by itself."""
+        if self.separate and not (written and self._values.device == self.flat.device):
+            self._bring_over()
         self._published = self._fingerprint()
+
+    def announce(self) -> None:
+        """The part of `publish` that is collective, where values are kept whole."""
         if self.bucket.policy.shard_state:
             self.bucket.publish()
         else:
             self.bucket.version += 1
 
+    def _bring_over(self) -> None:
+        """The values become those of the masters."""
+        if self._values.device == self.flat.device:
+            self._values.copy_(self.flat)
+        else:  # rounded on the host: fewer bytes to move
+            self.bucket.placement.link.up(self.flat.to(self._values.dtype), self._values)
+
     def refresh(self) -> None:
         """Makes the master follow the values where they changed (weights were loaded or edited); elsewhere it keeps its
         precision."""
         if self.separate:
-            changed = self.flat.to(self._values.dtype) != self._values
-            self.flat.copy_(torch.where(changed, self._values.to(self.flat.dtype), self.flat))
+            with self.at_hand(changed=True):
+                values = self._values.to(self.flat.device)
+                changed = self.flat.to(values.dtype) != values
+                self.flat.copy_(torch.where(changed, values.to(self.flat.dtype), self.flat))
             self._published = self._fingerprint()
 
     def drifted(self) -> bool:

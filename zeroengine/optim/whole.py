@@ -8,13 +8,17 @@ published values and checkpoints of masters are those of the slices and know not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.offload.home import Home, Memory, at_hand
+from zeroengine.offload.placement import Placement
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.layout import ParamSpec
 from zeroengine.zero.residency import stub_for
@@ -32,13 +36,15 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One parameter. `view` has its shape, and values only while its owner updates it; None on other ranks."""
+    """One parameter. `view` has its shape, and values only while its owner updates it; None on other ranks. `home`: of the
+    state that the owner keeps."""
 
     master: FlatMaster
     spec: ParamSpec
     owner: int
     cuts: tuple[Cut, ...]
     view: nn.Parameter | None
+    home: Home
 
     @property
     def values_whole(self) -> bool:
@@ -59,11 +65,10 @@ class WholeUpdate:
     optimizer that counts its calls. Else there are rounds, in which an owner takes parameters of `round_size` elements
     together, or one larger parameter: its temporary memory is a gradient and a master of that size."""
 
-    def __init__(self, comm: Communicator, at_once: bool, round_size: int) -> None:
-        self._comm = comm
+    def __init__(self, at_once: bool, round_size: int) -> None:
         self._at_once = at_once
         self._round_size = round_size
-        self._loads = [0] * comm.size
+        self._loads: dict[Communicator, list[int]] = {}
         self._members: dict[tuple[int, int], Member] = {}
         self._rounds: list[list[Member]] = []
 
@@ -73,12 +78,16 @@ class WholeUpdate:
         ordered = sorted(entries, key=lambda e: (-e[0].bucket.layout.specs[e[1]].numel, e[0].bucket.index, e[1]))
         for master, index in ordered:
             spec = master.bucket.layout.specs[index]
-            owner = min(range(self._comm.size), key=lambda r: (self._loads[r], r))
-            self._loads[owner] += spec.numel
-            view = None
-            if owner == self._comm.rank:
+            comm = master.bucket.comm
+            loads = self._loads.setdefault(comm, [0] * comm.size)
+            owner = min(range(comm.size), key=lambda r: (loads[r], r))
+            loads[owner] += spec.numel
+            view: nn.Parameter | None = None
+            home: Home = Memory()
+            if owner == comm.rank:
                 view = nn.Parameter(stub_for(spec.shape, master.flat.dtype, master.flat.device))
-            member = Member(master, spec, owner, tuple(_cuts(master, spec)), view)
+                home = master.bucket.placement.more_state(f"optimizer state of {spec.name}", tuple)
+            member = Member(master, spec, owner, tuple(_cuts(master, spec)), view, home)
             self._members[master.bucket.index, index] = member
         self._rounds = list(self._in_rounds())
 
@@ -97,19 +106,26 @@ class WholeUpdate:
 
     @property
     def loads(self) -> list[int]:
-        """Elements that each rank of the shard group updates."""
-        return list(self._loads)
+        """Elements that each rank of the shard group updates (the first group's, where experts have another)."""
+        return list(next(iter(self._loads.values()), []))
+
+    def owns_state(self, state: Callable[[nn.Parameter], Iterable[Tensor]]) -> None:
+        """`state` gives what the optimizer keeps for a parameter that this rank owns: where it lives, the placement says."""
+        for member in self._members.values():
+            if member.view is not None:
+                member.home.owns(partial(state, member.view))
 
     def _in_rounds(self) -> Iterator[list[Member]]:
         if self._at_once:
             yield list(self._members.values())
             return
-        waiting: list[list[Member]] = [[] for _ in range(self._comm.size)]
+        waiting: dict[tuple[Communicator, int], list[Member]] = {}
         for key in sorted(self._members):
-            waiting[self._members[key].owner].append(self._members[key])
-        while any(waiting):
+            member = self._members[key]
+            waiting.setdefault((member.master.bucket.comm, member.owner), []).append(member)
+        while any(waiting.values()):
             members: list[Member] = []
-            for queue in waiting:
+            for queue in waiting.values():
                 taken = 0
                 while queue and (not taken or taken + queue[0].spec.numel <= self._round_size):
                     taken += queue[0].spec.numel
@@ -124,9 +140,30 @@ class WholeUpdate:
         for members in self._rounds:
             present = [m for m in members if m.spec.name in used]
             if present:
-                self._round(present, step)
+                self._at_hand(present, partial(self._round, present, step))
             elif self._at_once:
                 step()
+
+    def _at_hand(self, members: list[Member], act: Callable[[], None]) -> None:
+        """Calls `act` while masters and state of `members` are in memory; not if the disk of a rank fails, which is kept for
+        `Placement.agree`."""
+        placement = members[0].master.bucket.placement
+        if not placement.uses_disk:
+            act()
+            return
+        masters = {id(m.master): m.master for m in members}
+        with contextlib.ExitStack() as whatever_happens:
+            stack = contextlib.ExitStack()
+            whatever_happens.callback(_close, stack, placement)
+            with placement.faults.kept():
+                for master in masters.values():
+                    stack.enter_context(master.at_hand(changed=True))
+                stack.enter_context(at_hand(*(m.home for m in members), changed=True))
+            failed = torch.tensor([int(placement.faults.first is not None)])
+            for comm in {id(m.master.bucket.comm): m.master.bucket.comm for m in members}.values():
+                comm.all_reduce(failed, "state of whole parameters at hand", op="max").wait()
+            if not int(failed):
+                act()
 
     def _round(self, members: list[Member], step: Callable[[], object]) -> None:
         mine = [m for m in members if m.view is not None]
@@ -162,16 +199,17 @@ class WholeUpdate:
         self._move(members, part, place, what, to_owner=True)
 
     def _move(self, members: list[Member], source: Range, target: Range, what: str, *, to_owner: bool) -> None:
-        """One all-to-all for each dtype: cuts go from the ranks of their slices to the owners, or the other way."""
-        for dtype, alike in _by_dtype(members, gradients=what == "gradients").items():
-            sent: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
-            places: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
+        """One all-to-all for each group of ranks and dtype: cuts go from the ranks of their slices to the owners, or the other
+        way."""
+        for (comm, dtype), alike in _alike(members, gradients=what == "gradients").items():
+            sent: list[list[Tensor]] = [[] for _ in range(comm.size)]
+            places: list[list[Tensor]] = [[] for _ in range(comm.size)]
             for m in alike:
                 for cut in m.cuts:
                     here, there = (cut.rank, m.owner) if to_owner else (m.owner, cut.rank)
-                    if here == self._comm.rank:
+                    if here == comm.rank:
                         sent[there].append(source(m, cut))
-                    if there == self._comm.rank:
+                    if there == comm.rank:
                         places[here].append(target(m, cut))
             device = alike[0].master.flat.device
             outgoing = [t for row in sent for t in row]
@@ -180,7 +218,7 @@ class WholeUpdate:
             received = torch.empty(sum(receives), dtype=dtype, device=device)
             subject = f"{what} of whole parameters {alike[0].spec.name} ({len(alike)} parameters)"
             sends = [sum(t.numel() for t in row) for row in sent]
-            self._comm.all_to_all(received, data, subject, output_splits=receives, input_splits=sends).wait()
+            comm.all_to_all(received, data, subject, output_splits=receives, input_splits=sends).wait()
             at = 0
             for place in (t for row in places for t in row):
                 place.copy_(received[at : at + place.numel()])
@@ -194,10 +232,17 @@ class WholeUpdate:
             for view in chosen:
                 view.data = torch.zeros(view.shape, dtype=view.dtype, device=view.device)
                 view.grad = torch.zeros_like(view)
+            homes = [m.home for m in members if m.view is not None and wants(m.view)]
             if chosen or self._at_once:
-                step()
+                with at_hand(*homes, changed=True):
+                    step()
             for m in members:
                 m.hide()
+
+
+def _close(stack: contextlib.ExitStack, placement: Placement) -> None:
+    with placement.faults.kept():
+        stack.close()
 
 
 def _cuts(master: FlatMaster, spec: ParamSpec) -> Iterator[Cut]:
@@ -219,9 +264,9 @@ def _whole_values(m: Member) -> Tensor:
     return full[m.spec.offset : m.spec.end]
 
 
-def _by_dtype(members: list[Member], *, gradients: bool) -> dict[torch.dtype, list[Member]]:
-    found: dict[torch.dtype, list[Member]] = {}
+def _alike(members: list[Member], *, gradients: bool) -> dict[tuple[Communicator, torch.dtype], list[Member]]:
+    found: dict[tuple[Communicator, torch.dtype], list[Member]] = {}
     for m in members:
         dtype = m.master.gradients.rule.accumulate if gradients else m.master.flat.dtype
-        found.setdefault(dtype, []).append(m)
+        found.setdefault((m.master.bucket.comm, dtype), []).append(m)
     return found

@@ -6,6 +6,8 @@ the same parameter, outside forward and backward. `param` is a parameter of the 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from zeroengine.zero.edits import digest
 from zeroengine.zero.gathered import GatheredParameters
 from zeroengine.zero.residency import Slot, slot_of
 from zeroengine.zero.sharder import Sharder
+from zeroengine.zero.tensor import TensorShard, tensor_shard, whole_value
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,27 @@ class _Trained:
     optimizer: ZeroOptimizer
 
     @property
+    def shard(self) -> TensorShard | None:
+        """The part of the whole parameter that the ranks of a tensor group have one each of."""
+        return tensor_shard(self.master.bucket.params[self.slot.index])
+
+    @property
     def held(self) -> int:
         """First element of the bucket's flat buffer that `master.flat` has."""
         bucket = self.master.bucket
         return int(bucket.own.start) if bucket.policy.shard_state else 0
+
+    @contextlib.contextmanager
+    def at_hand(self, *, changed: bool) -> Iterator[None]:
+        """Context in which the masters and the state have their values in memory. Raises `OffloadError` on all ranks. Collective
+        where a disk is used."""
+        placement = self.optimizer.placement
+        placement.check_here()
+        with contextlib.ExitStack() as stack:
+            with placement.faults.kept():
+                stack.enter_context(self.master.at_hand(changed=changed))
+            placement.agree(self.optimizer.control, f"access to {self.slot.name}")
+            yield
 
     def part_of(self, flat: Tensor) -> Tensor:
         """This rank's elements of the parameter in `flat`, which is laid out as `master.flat`: a 1-D view, perhaps empty."""
@@ -54,19 +74,24 @@ class _Trained:
             full = torch.empty(bucket.layout.padded, dtype=flat.dtype, device=flat.device)
             bucket.comm.all_gather(full, flat.contiguous(), f"{what} of {spec.name}").wait()
             flat = full
-        return flat[spec.offset : spec.end].view(spec.shape).clone()
+        value = flat[spec.offset : spec.end].view(spec.shape)
+        return value.clone() if self.shard is None else self.shard.gather(value, f"{what} of {spec.name}")
 
     def checked(self, value: Tensor, what: str) -> Tensor:
-        """`value` in fp32 on the parameter's device, if it has its shape and is equal on all ranks. Collective."""
+        """`value` in fp32 on the parameter's device, if it has its shape and is equal on all ranks; of a tensor-parallel one this
+        rank's part. Collective."""
         bucket, control = self.master.bucket, self.optimizer.control
         spec, me = bucket.layout.specs[self.slot.index], control.ranks[control.rank]
-        if value.shape != spec.shape:
+        shape = spec.shape if self.shard is None else self.shard.whole_shape(spec.shape)
+        if value.shape != shape:
             raise ModelError(
-                f"rank {me}: {what} of parameter '{spec.name}' has shape {tuple(spec.shape)}, and the value given has "
+                f"rank {me}: {what} of parameter '{spec.name}' has shape {tuple(shape)}, and the value given has "
                 f"{tuple(value.shape)}"
             )
+        value = value if self.shard is None else self.shard.cut(value)
         value = value.detach().to(device=bucket.device, dtype=self.master.flat.dtype).contiguous()
-        told = control.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
+        holders = bucket.comm if bucket.equal else control  # each rank that shares experts has others
+        told = holders.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
         if not bool((told == told[0]).all()):
             raise DivergenceError(
                 f"rank {me}: the value for {what} of parameter '{spec.name}' is not the same on all ranks; give the same "
@@ -81,9 +106,11 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
     trained = _find(param)
     if trained is None:
         with GatheredParameters(param):
-            return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+            value = param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+            return whole_value(param, value, "fp32 values")
     trained.optimizer.follow_edits()
-    return trained.whole(trained.master.flat, "fp32 values")
+    with trained.at_hand(changed=False):
+        return trained.whole(trained.master.flat, "fp32 values")
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -91,8 +118,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     trained = _need(param, "fp32 values")
     value = trained.checked(value, "fp32 values")
     trained.optimizer.follow_edits()
-    trained.part_of(trained.master.flat).copy_(trained.part_of_whole(value))
-    trained.master.publish(written=False)
+    with trained.at_hand(changed=True):
+        trained.part_of(trained.master.flat).copy_(trained.part_of_whole(value))
+        trained.master.publish(written=False)
     trained.master.bucket.wait()
 
 
@@ -128,6 +156,11 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     trained = _find(param)
     if trained is None:
         return None
+    with trained.at_hand(changed=False):
+        return _full_state(trained, optim_state_key)
+
+
+def _full_state(trained: _Trained, optim_state_key: str) -> Tensor | None:
     states = _states(trained, optim_state_key)
     scalar = next((float(s) for s in states.values() if s.dim() == 0), 0.0)
     is_scalar = any(s.dim() == 0 for s in states.values())
@@ -155,14 +188,20 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         )
     flat = torch.zeros_like(trained.master.flat)
     trained.part_of(flat).copy_(trained.part_of_whole(trained.checked(value, optim_state_key)))
-    for at, state in _states(trained, optim_state_key).items():
-        state.copy_(flat[at : at + state.numel()].view(state.shape))
+    with trained.at_hand(changed=True):
+        for at, state in _states(trained, optim_state_key).items():
+            state.copy_(flat[at : at + state.numel()].view(state.shape))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the optimizer's values, 1-D and perhaps empty: the memory itself. None if it is not trained."""
+    """This rank's part of the optimizer's values, 1-D and perhaps empty: the memory itself, or a copy of values on disk. None
+    if it is not trained."""
     trained = _find(param)
-    return None if trained is None else trained.part_of(trained.master.flat)
+    if trained is None:
+        return None
+    with trained.at_hand(changed=False):
+        part = trained.part_of(trained.master.flat)
+        return part.clone() if trained.master.away else part
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import bisect
 import enum
+import re
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator, Work
-from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.errors import DivergenceError, ModelError, OffloadError
+from zeroengine.offload.home import Home, Memory, at_hand
+from zeroengine.offload.placement import Placement
 from zeroengine.zero.edits import digest, same_bits
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.policy import Policy
@@ -27,7 +30,8 @@ class Bucket:
     """Parameters of one dtype under one `Policy`.
 
     `full` has `layout.padded` elements while values are whole, else None. `shard` is this rank's slice: a view into
-    `full` where the policy keeps values whole, else the only copy. `pins` counts the users that forbid releasing;
+    `full` where the policy keeps values whole, else the only copy, which lives where `placement` says: it is read and written
+    inside `at_hand(bucket.home)` only. `pins` counts the users that forbid releasing;
     `version` the updates of the values, so that backward notices weights that changed since forward.
 
     Users may write into parameters. torch counts such writes in `_version`, which is compared at release, so that a write
@@ -44,7 +48,10 @@ class Bucket:
         policy: Policy,
         comm: Communicator,
         pool: BufferPool,
+        placement: Placement | None = None,
+        equal: tuple[int, ...] = (),
     ) -> None:
+        """`equal`: global ranks that hold the same parameters; empty: all that train together."""
         self.index = index
         self.layout = layout
         self.params = params
@@ -59,8 +66,13 @@ class Bucket:
         self.version = 0
         self.edit = 0
         self.comm = comm
+        self.home: Home = Memory()
+        self.placement = placement or Placement.on_device(self.device)
+        self.equal = equal
         self._pool = pool
         self._work: Work | None = None
+        self._lent = False  # the gather that was issued reads the shard
+        self._unread: OffloadError | None = None
         self._written: list[int] = []
         self._uses = 0
         self._offsets = [spec.offset for spec in layout.specs]
@@ -80,7 +92,10 @@ class Bucket:
         the communicator."""
         like = full.new_empty(0, dtype=self.dtype)
         if self.policy.shard_params:
-            self.shard = self.comm.empty(self.layout.shard_numel, like).copy_(full[self.own])
+            shard = self.comm.empty(self.layout.shard_numel, like).copy_(full[self.own])
+            self.shard, self.home = self.placement.values(self.subject, shard, lambda: [self.shard])
+            with self.placement.faults.kept(), at_hand(self.home, changed=True):
+                pass  # out of memory, if it does not live there
             hide(self.params)
         else:
             self.full = full if full.dtype is self.dtype else self.comm.empty(full.numel(), like).copy_(full)
@@ -93,8 +108,20 @@ class Bucket:
         if self.residency is Residency.RELEASED:
             self.full = self._pool.take(self.layout.padded, self.dtype, self.device)
             told = f" (edited in place since the last step: {self.edit:x})" if self.edit else ""
-            self._work = self.comm.all_gather(self.full, self.shard, self.subject + told)
+            try:
+                self.home.bring()
+                self._lent, shard = True, self.placement.link.lend(self.shard)
+            except OffloadError as error:
+                # The others must hear of it: another subject than theirs ends the gather on all ranks.
+                self._unread, shard = error, self.full.new_zeros(self.layout.shard_numel)
+                told = f" <{str(error)[:_TOLD]}> {_UNREAD}"
             self.residency = Residency.GATHERING
+            try:
+                self._work = self.comm.all_gather(self.full, shard, self.subject + told)
+            except DivergenceError as error:  # of an operation before this one
+                told_of = self._told(error)
+                self._return()
+                raise told_of from error
 
     def publish(self) -> None:
         """The slices changed: issues the all-gather of values that are kept whole; a sharded bucket only counts the change."""
@@ -104,14 +131,7 @@ class Bucket:
 
     def wait(self) -> None:
         """Completes what was issued; afterwards parameters of a gathered bucket have their values."""
-        work, self._work = self._work, None
-        if work is not None:
-            try:
-                work.wait()
-            except DivergenceError as error:
-                if self.residency is Residency.GATHERING:
-                    raise DivergenceError(f"{str(error).rstrip('.')}. {_REMEDY}") from error
-                raise
+        self._end_work()
         if self.residency is Residency.GATHERING:
             self._show()
 
@@ -119,9 +139,7 @@ class Bucket:
         """Drops the whole values. Views that somebody else still holds stay valid: nothing is resized."""
         if not self.policy.shard_params or self.residency is Residency.RELEASED:
             return
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        self._end_work()
         full, was_shown = self.full, self.residency is Residency.WHOLE
         self.full, self.residency = None, Residency.RELEASED
         if was_shown:
@@ -129,11 +147,41 @@ class Bucket:
         if full is None:
             return
         if was_shown and self.written():
-            self.shard.copy_(full[self.own])
+            self.store(full)
             self.note_edit(digest(full))
         elif was_shown:
             self._check_kept(full)
         self._pool.give(full)
+
+    def _end_work(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+            if self._unread is not None:  # there is no other rank
+                raise self._unread
+        except DivergenceError as error:
+            raise self._told(error) from error
+        finally:
+            self._return()
+
+    def _return(self) -> None:
+        """The gather does not read the shard any more."""
+        lent, self._lent, self._unread = self._lent, False, None
+        if lent:
+            self.home.put(changed=False)
+
+    def _told(self, error: DivergenceError) -> Exception:
+        """What a divergence means here."""
+        if self._unread is not None:
+            return self._unread
+        told = re.search(f"<([^<>]*)> {re.escape(_UNREAD)}", str(error))
+        if told is not None:
+            return OffloadError(f"{self.subject}: another rank could not read its values: {told.group(1)}")
+        if self.residency is Residency.GATHERING:
+            return DivergenceError(f"{str(error).rstrip('.')}. {_REMEDY}")
+        return DivergenceError(str(error))
 
     # --- edits by the user ----------------------------------------------------------------------------------------
 
@@ -163,7 +211,8 @@ class Bucket:
         flat = values.detach().to(device=self.device, dtype=self.dtype).expand(spec.shape).reshape(-1)
         lo, hi = max(self.own.start, spec.offset), min(self.own.stop, spec.end)
         if lo < hi:
-            self.shard[lo - self.own.start : hi - self.own.start].copy_(flat[lo - spec.offset : hi - spec.offset])
+            with at_hand(self.home, changed=True):
+                self.shard[lo - self.own.start : hi - self.own.start].copy_(flat[lo - spec.offset : hi - spec.offset])
         self.version += 1
         self.note_edit(hash((index, digest(flat))))
 
@@ -174,13 +223,23 @@ class Bucket:
     def _check_kept(self, full: Tensor) -> None:
         """Writes through `.data` are not counted by torch; looked for in every so many releases, they do not stay unseen."""
         self._uses += 1
-        if self._uses % _CHECK_EVERY == 1 and not same_bits(full[self.own], self.shard):
+        if self._uses % _CHECK_EVERY == 1 and not self.keeps(full):
             raise ModelError(
                 f"rank {self.comm.ranks[self.comm.rank]}: values of {self.subject} were changed through `.data` (or a view of "
                 "it) while they were gathered for a forward or backward, and such a change is lost when they are released; write "
                 "into the parameter itself under torch.no_grad(), use an out-of-place operation, or edit between steps inside "
                 "zeroengine.zero.GatheredParameters"
             )
+
+    def keeps(self, full: Tensor) -> bool:
+        """This rank's slice of `full` is the shard, to the last bit."""
+        with at_hand(self.home, changed=False):
+            return same_bits(full[self.own].to(self.shard.device), self.shard)
+
+    def store(self, full: Tensor) -> None:
+        """This rank's slice of `full` becomes the shard."""
+        with at_hand(self.home, changed=True):
+            self.shard.copy_(full[self.own])
 
     def holds(self, index: int) -> bool:
         """Whether parameter `index` lies where the layout says, as far as values are whole between uses."""
@@ -203,6 +262,7 @@ class Bucket:
                 p.data = values.clone()
                 del p._zero  # type: ignore[attr-defined]
         self.full = None
+        self.home = Memory()
         self.shard = torch.empty(0, dtype=self.dtype)
 
     def _show(self) -> None:
@@ -212,6 +272,8 @@ class Bucket:
 
 
 _CHECK_EVERY = 16  # releases
+_UNREAD = "(not read)"
+_TOLD = 200  # characters of an error that fit into the subject of a gather
 _EDIT_MASK = (1 << 48) - 1
 _REMEDY = (
     "If the ranks run different parts of the model (experts, branches chosen by the data), make the module around them one "

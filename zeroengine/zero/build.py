@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.offload.home import at_hand
+from zeroengine.offload.link import on_host
+from zeroengine.offload.placement import Placement
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
+from zeroengine.zero.experts import common_name, expert_part
 from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.leaves import find_leaves
@@ -42,10 +46,17 @@ class Groups:
     grads: Communicator
     replicas: Communicator
     control: Communicator
+    experts: Groups | None = None  # of the parameters of experts that only some of the ranks hold
+    equal: tuple[int, ...] = ()  # global ranks that hold the same parameters; empty: all of `control`
 
     @property
     def all(self) -> tuple[Communicator, ...]:
-        return self.params, self.grads, self.replicas, self.control
+        mine = self.params, self.grads, self.replicas, self.control
+        return mine if self.experts is None else (*mine, self.experts.params, self.experts.grads)
+
+    def of(self, param: nn.Parameter) -> Groups:
+        """Those among which this parameter is sharded and reduced."""
+        return self.experts if self.experts is not None and expert_part(param) is not None else self
 
     @property
     def rank(self) -> int:
@@ -73,7 +84,8 @@ def check_free(module: nn.Module) -> None:
 
 def check_same(module: nn.Module, groups: Groups) -> None:
     """Refuses a model that is not the same on all ranks. Collective."""
-    lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in module.named_parameters()]
+    named = [(common_name(n, p), p) for n, p in module.named_parameters()]
+    lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
     digests = [int.from_bytes(hashlib.sha256(line.encode()).digest()[:7], "big") for line in lines]
     whole = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     facts = torch.tensor([whole, -whole], dtype=torch.int64)
@@ -105,45 +117,66 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
             # Frequencies of rotary embeddings lose positions in 16 bits; models that have them cast after use.
-            if buffer is not None and buffer.is_floating_point() and not name.endswith("inv_freq"):
+            kept = name.endswith("inv_freq") or name in getattr(child, "fp32_buffers", ())
+            if buffer is not None and buffer.is_floating_point() and not kept:
                 child._buffers[name] = buffer.to(dtype)
 
 
 @dataclass
 class Built:
-    """A model laid into buckets. `masters` has, for each trainable 16-bit bucket, the fp32 values of the
-    range that this rank updates; `units` the sharded buckets of each gather unit."""
+    """A model laid into buckets. `masters` has, for each trainable bucket whose values are not what is updated (16-bit ones;
+    any on an accelerator whose update is the host's), the fp32 values of the range that this rank updates, where `placement`
+    lets them live; `units` the sharded buckets of each gather unit."""
 
     buckets: list[Bucket]
     masters: dict[int, Tensor]
+    placement: Placement
     units: dict[str, list[int]] = field(default_factory=dict)
 
 
-def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: BufferPool) -> Built:
-    """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Collective."""
+def make_pools(groups: Groups) -> dict[str, BufferPool]:
+    """Where buckets and gradients take buffers from, by the name of the communicator that reduces them."""
+    return {g.grads.name: BufferPool(g.grads) for g in (groups, groups.experts) if g is not None}
+
+
+def build_buckets(
+    module: nn.Module,
+    rule: ShardingRule,
+    groups: Groups,
+    pools: Mapping[str, BufferPool],
+    placement: Placement,
+    *,
+    trains: bool,
+) -> Built:
+    """Lays the parameters of `module` into buckets and makes rank 0's values everybody's. Without `trains` there are no
+    masters. Collective."""
+    placement.open(groups.control, groups.params)
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
     units: dict[str, list[int]] = {}
     for key, named in _classes(module, rule):
-        source, dtype, trainable, persistent, leaf, _ = key
+        source, dtype, trainable, persistent, leaf, _, _ = key
+        group = groups.of(named[0][1])
         policy = policy_for(rule.stage, persistent=persistent)
         if not trainable and not policy.shard_params:
             for name, p in named:  # frozen and whole: no buffer of ours
                 claim([p])
                 values = p.data.contiguous().view(-1)
-                _from_rank0(values, groups, name)
+                _from_rank0(values, group, name)
                 p.data = values.view(p.shape).to(dtype)
             continue
         for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
             chosen = [named[i] for i in members]
             claim([p for _, p in chosen])
-            layout = BucketLayout.build([(n, p.shape) for n, p in chosen], groups.params.size)
-            bucket = Bucket(len(buckets), layout, [p for _, p in chosen], dtype, policy, groups.params, pool)
+            layout = BucketLayout.build([(n, p.shape) for n, p in chosen], group.params.size)
+            params, pool = [p for _, p in chosen], pools[group.grads.name]
+            bucket = Bucket(len(buckets), layout, params, dtype, policy, group.params, pool, placement, group.equal)
             flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)
-            _from_rank0(flat, groups, bucket.subject)
-            if trainable and dtype in (torch.bfloat16, torch.float16):
-                kept = flat[bucket.own] if policy.shard_state else flat
-                masters[bucket.index] = kept.to(torch.float32, copy=True)
+            _from_rank0(flat, group, bucket.subject)
+            if trainable and trains:
+                master = _master(bucket, flat)
+                if master is not None:
+                    masters[bucket.index] = master
             bucket.adopt(flat)
             buckets.append(bucket)
             if leaf is not None and policy.shard_params:
@@ -153,10 +186,30 @@ def build_buckets(module: nn.Module, rule: ShardingRule, groups: Groups, pool: B
             values = buffer.contiguous().view(-1)
             _from_rank0(values, groups, name)
             buffer.copy_(values.view(buffer.shape))
-    return Built(buckets, masters, units)
+    placement.agree(groups.control, "moving values out of memory")
+    return Built(buckets, masters, placement, units)
 
 
-_Key = tuple[torch.dtype, torch.dtype, bool, bool, str | None, str]
+def _master(bucket: Bucket, flat: Tensor) -> Tensor | None:
+    """Master values from initial ones, None where the values themselves are what is updated."""
+    placement, policy = bucket.placement, bucket.policy
+    kept = flat[bucket.own] if policy.shard_state else flat
+    placement.choose(bucket.index, kept.numel(), f"optimizer state of {bucket.subject}")
+    values_there = policy.shard_params and placement.values_on_host
+    wide = torch.promote_types(bucket.dtype, torch.float32)
+    if bucket.dtype is wide and (values_there or not placement.on_host(bucket.index)):
+        return None
+    if values_there or placement.on_host(bucket.index):
+        return on_host(kept.to(wide), placement.state_rule.pin)
+    master = kept.to(wide, copy=True)
+    home = placement.state(bucket.index)
+    home.owns(lambda: [master])
+    with placement.faults.kept(), at_hand(home, changed=True):
+        pass  # out of memory, if it does not live there
+    return master
+
+
+_Key = tuple[torch.dtype, torch.dtype, bool, bool, str | None, str, bool]
 
 
 def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list[tuple[str, nn.Parameter]]]]:
@@ -173,7 +226,8 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
         part = rule.part(name) if rule.part is not None else ""
         persistent = id(p) in whole
-        key = (p.dtype, dtype, p.requires_grad, persistent, None if persistent else leaf_of.get(id(p)), part)
+        within = None if persistent else leaf_of.get(id(p))
+        key = (p.dtype, dtype, p.requires_grad, persistent, within, part, expert_part(p) is not None)
         found.setdefault(key, []).append((name, p))
     return found.items()
 

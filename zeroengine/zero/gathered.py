@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroengine.errors import DivergenceError
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.edits import digest, same_bits
+from zeroengine.zero.edits import digest
 from zeroengine.zero.held import editing
 from zeroengine.zero.residency import ValueSource, slot_of
 from zeroengine.zero.sharder import Sharder
@@ -55,7 +55,8 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 if not isinstance(source, Sharder) or not buckets:
                     continue
                 if exc[0] is None:
-                    self._write_back(source, buckets)
+                    for alike in _by_group(buckets):
+                        self._write_back(source, alike)
                 else:
                     source.drop_edits(buckets)
         finally:
@@ -69,7 +70,7 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             if self._modifier_rank is not None:
                 bucket.comm.broadcast(bucket.full, self._modifier_rank, f"edit of {bucket.subject}").wait()
             # A write through `.data` is counted nowhere: the bits tell. Every element is in one rank's slice.
-            changed = bucket.policy.shard_params and not same_bits(bucket.full[bucket.own], bucket.shard)
+            changed = bucket.policy.shard_params and not bucket.keeps(bucket.full)
             facts += [digest(bucket.full), int(changed or bucket.written())]
         buckets = [b for b in buckets if b.full is not None]
         if not buckets:
@@ -87,3 +88,11 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 )
             if bool(changed_by.any()):
                 source.edited(bucket)
+
+
+def _by_group(buckets: list[Bucket]) -> list[list[Bucket]]:
+    """Buckets by the ranks that share them: those of experts have others."""
+    found: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        found.setdefault(id(bucket.comm), []).append(bucket)
+    return list(found.values())

@@ -52,6 +52,7 @@ class BucketGradients:
         self._replicas = replica_comm
         self._pool = pool
         self._home: Tensor | None = None  # the flat buffer that lives on (gradients kept whole)
+        self._home_views: list[Tensor] = []  # the parameters' places in it
         self._open: Tensor | None = None  # where gradients are added now
         self._fired = [0] * len(bucket.params)  # contributions in the open buffer
         self._seen: set[int] = set()  # parameters that contributed in the running backward
@@ -67,8 +68,11 @@ class BucketGradients:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         buffer = self._opened()
-        spec = self.bucket.layout.specs[index]
-        target = buffer[spec.offset : spec.end].view(spec.shape)
+        if buffer is self._home:
+            target = self._home_views[index]
+        else:
+            spec = self.bucket.layout.specs[index]
+            target = buffer[spec.offset : spec.end].view(spec.shape)
         if self._fired[index]:
             target.add_(grad, alpha=alpha)
         elif alpha == 1.0:
@@ -110,7 +114,9 @@ class BucketGradients:
     def _at_home(self) -> Tensor:
         if self._home is None:
             layout, device = self.bucket.layout, self.bucket.device
-            self._home = self._pool.take(layout.padded, self.rule.accumulate, device)
+            like = torch.empty(0, dtype=self.rule.accumulate, device=device)
+            self._home = self._comm.empty(layout.padded, like)
+            self._home_views = self.bucket.views(self._home)
         return self._home
 
     # --- reducing -------------------------------------------------------------------------------------------------
@@ -165,9 +171,8 @@ class BucketGradients:
     def _target(self) -> Tensor:
         if self.bucket.policy.shard_grads:
             if self._slice is None:
-                self._slice = torch.empty(
-                    self.bucket.layout.shard_numel, dtype=self.rule.accumulate, device=self.bucket.device
-                )
+                like = self.bucket.shard.new_empty(0, dtype=self.rule.accumulate)
+                self._slice = self.bucket.comm.empty(self.bucket.layout.shard_numel, like)
             return self._slice
         return self._at_home()[self.bucket.own]
 
@@ -191,6 +196,13 @@ class BucketGradients:
         self._open, self._filled = None, False
         self._fired = [0] * len(self._fired)
         self._seen.clear()
+
+    def free(self) -> int:
+        """Gives up the buffers that live on between steps; the next step makes them again. Returns their bytes."""
+        size = self.bytes()
+        self._home = self._slice = None
+        self._home_views = []
+        return size
 
     def bytes(self) -> int:
         """Bytes that live on between steps."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroengine.zero.tensor import TensorShard
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -82,9 +84,11 @@ class BucketLayout:
 @dataclass
 class Piece:
     """A contiguous range of a named tensor that this rank holds: elements [start, start + data.numel()) of the flattened
-    tensor of `shape`. The unit in which state is saved and loaded; `data` is 1-D and may be written in place."""
+    tensor of `shape`. The unit in which state is saved and loaded; `data` is 1-D and may be written in place. With `part`
+    that tensor is itself a part of a whole one, which is what is saved."""
 
     name: str
     shape: torch.Size
     start: int
     data: Tensor
+    part: TensorShard | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.zero.host import host_memory
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -21,33 +22,57 @@ _ALONE = storage_users(torch.empty(1))
 
 
 class BufferPool:
-    """Free 1-D buffers by (numel, dtype). A buffer is taken back only if nobody else still refers to its memory:
-    a view that a user kept stays valid for as long as it lives. `source`: the communicator that reads the buffers, in
-    whose memory they are made; private memory without one."""
+    """Free 1-D buffers by capacity, for values as for gradients. A buffer is taken back only if nobody else still refers to
+    its memory: a view that a user kept stays valid for as long as it lives. `source`: the communicator that reads the
+    buffers, in whose memory they are made; private memory without one.
 
-    def __init__(self, source: Communicator | None = None, keep: int = 2) -> None:
+    Capacities come in steps of a quarter, so that buckets of nearly one size share buffers; what is beyond a buffer's
+    own size is never touched and so takes no memory.
+    """
+
+    def __init__(self, source: Communicator | None = None, keep: int = 3) -> None:
         self._source = source
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._free: dict[int, list[Tensor]] = defaultdict(list)  # capacity in bytes: buffers of bytes
         self._keep = keep
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free[(numel, dtype)]
-        if device.type == "cpu" and free:
-            return free.pop()
         with torch.inference_mode(False):  # it may be taken during evaluation and used again in training
-            if self._source is not None:
-                return self._source.empty(numel, torch.empty(0, dtype=dtype, device=device))
-            return torch.empty(numel, dtype=dtype, device=device)
+            if device.type != "cpu":
+                return torch.empty(numel, dtype=dtype, device=device)
+            capacity = _capacity(numel * dtype.itemsize)
+            free = self._free[capacity]
+            return _over(free.pop() if free else self._make(capacity), numel, dtype)
 
     def give(self, buffer: Tensor) -> None:
         """`buffer` must be the caller's last reference but the argument itself."""
-        free = self._free[(buffer.numel(), buffer.dtype)]
-        if buffer.device.type == "cpu" and len(free) < self._keep and storage_users(buffer) <= _ALONE:
-            free.append(buffer)
+        if buffer.device.type != "cpu" or storage_users(buffer) > _ALONE:
+            return
+        capacity = buffer.untyped_storage().nbytes()
+        free = self._free[capacity]
+        if len(free) < self._keep:
+            with torch.inference_mode(False):
+                free.append(_over(buffer, capacity, torch.uint8))
 
     def bytes(self) -> int:
-        """Bytes held by free buffers."""
+        """Bytes held by free buffers, at most."""
         return sum(b.nbytes for free in self._free.values() for b in free)
 
     def clear(self) -> None:
         self._free.clear()
+
+    def _make(self, nbytes: int) -> Tensor:
+        if self._source is not None:
+            return self._source.empty(nbytes, torch.empty(0, dtype=torch.uint8))
+        return host_memory(nbytes, torch.uint8)
+
+
+def _capacity(nbytes: int) -> int:
+    """The next of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... units of a cache line."""
+    lines = -(-nbytes // 64)
+    step = 1 << max(0, lines.bit_length() - 3)
+    return -(-lines // step) * step * 64
+
+
+def _over(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The first elements of the memory of `buffer`. Unlike a view it does not keep `buffer` itself."""
+    return torch.empty(0, dtype=dtype).set_(buffer.untyped_storage(), 0, (numel,), (1,))

@@ -76,8 +76,11 @@ class Reducer:
             self._dirty = True
             self._settled = False
             self.plain |= not self.guided
-            with torch.no_grad():
-                g.add(index, grad.detach(), self.scale)
+            if torch.is_grad_enabled():  # backward(create_graph=True)
+                with torch.no_grad():
+                    g.add(index, grad.detach(), self.scale)
+            else:
+                g.add(index, grad, self.scale)
             self._used.add(name)
             if g.complete():
                 if not self._order_agreed and position not in self._finished:

@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError, ReleasedParameterError
+from zeroengine.offload.home import at_hand
+from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
@@ -33,25 +35,6 @@ class SavedSlice:
     shape: torch.Size
     stride: tuple[int, ...]
     version: tuple[int, int]
-
-
-class SavedOther:
-    """Any other saved tensor, with the version that torch itself would check."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # an output must be detached: the graph would hold itself alive through it
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was changed in place since forward "
-                f"(version {self.version}, now {self.tensor._version}); use the out-of-place operation"
-            )
-        return self.tensor
 
 
 class _Pack:
@@ -132,6 +115,7 @@ class Sharder:
         self._leaves = leaves or {}
         self._units = gather_units(buckets, self._leaves)
         self._unit_of = {bucket.index: i for i, unit in enumerate(self._units) for bucket in unit}
+        self._far = any(not b.home.in_memory for b in buckets)
         self._last: tuple[str, int] | None = None  # the use before: phase and unit
         self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
@@ -170,11 +154,20 @@ class Sharder:
         for b in unit:
             b.wait()
             self._remember(b)
+        if self._far:
+            self._read_ahead(phase)
+
+    def _read_ahead(self, phase: str) -> None:
+        """What lives on a disk and is used after what is gathered already comes into host memory."""
+        for i in self._window.upcoming(phase):
+            for b in self._units[i]:
+                if b.residency is Residency.RELEASED:
+                    b.home.ahead()
 
     def edited(self, bucket: Bucket) -> None:
         """The gathered values of `bucket` were changed, equally on all ranks: they become the truth."""
         if bucket.full is not None and bucket.policy.shard_params:
-            bucket.shard.copy_(bucket.full[bucket.own])
+            bucket.store(bucket.full)
         bucket.version += 1
         bucket.forget_edit()
         if self.on_edit is not None:
@@ -184,7 +177,8 @@ class Sharder:
         """What was written into gathered values of `buckets` is given up."""
         for bucket in buckets:
             if bucket.full is not None and bucket.policy.shard_params:
-                bucket.full[bucket.own].copy_(bucket.shard)
+                with at_hand(bucket.home, changed=False):
+                    bucket.full[bucket.own].copy_(bucket.shard)
                 bucket.forget_edit()
 
     def release_all(self) -> None:
@@ -201,25 +195,24 @@ class Sharder:
 
     def verify(self) -> None:
         """Raises `ModelError` if the model is not any more what was laid into buckets: an update would be lost."""
-        for name, p in self.module.named_parameters():
-            slot = slot_of(p)
-            if slot is None:
-                changed = p.requires_grad and p.numel()
-                what = "requires grad, but was frozen or not there when the engine was made"
-            elif p.requires_grad and not slot.bucket.trainable:
-                changed, what = True, "was unfrozen after the engine was made"
-            else:
-                changed = not slot.bucket.holds(slot.index)
-                what = "was given other memory after the engine was made (half(), to(), an assignment to .data)"
-            if changed:
-                raise ModelError(
-                    f"parameter '{name}' {what}, and would not be trained; change the model before zeroengine.initialize, "
-                    "or call engine.destroy() and initialize it again"
-                )
+        waiting = [self.module]
+        while waiting:  # `named_parameters` makes a name for each, at every step
+            module = waiting.pop()
+            waiting.extend(m for m in module._modules.values() if m is not None)
+            for p in module._parameters.values():
+                what = None if p is None else _change_of(p)
+                if what is not None:
+                    name = next(n for n, q in self.module.named_parameters() if q is p)
+                    raise ModelError(
+                        f"parameter '{name}' {what}, and would not be trained; change the model before zeroengine.initialize, "
+                        "or call engine.destroy() and initialize it again"
+                    )
 
     @contextlib.contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
         """Keeps the values of `buckets` whole inside the context. Collective."""
+        for b in buckets:
+            b.placement.check_here()
         buckets = [b for b in buckets if b.policy.shard_params]
         for b in buckets:
             b.gather()
@@ -257,6 +250,7 @@ class Sharder:
         if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
             return False
         bucket: Bucket = slot.bucket
+        bucket.placement.check_here()
         bucket.release()
         bucket.write(slot.index, values)
         return True
@@ -273,6 +267,7 @@ class Sharder:
             yield
             return
         bucket: Bucket = slot.bucket
+        bucket.placement.check_here()
         if not self._frames and not in_backward():
             raise ReleasedParameterError(
                 f"parameter '{slot.name}' is sharded and its values are not gathered here ({function}). Read or edit it "
@@ -430,3 +425,15 @@ def _storage_of(t: Tensor) -> int:
         return t.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def _change_of(p: nn.Parameter) -> str | None:
+    """What happened to a parameter since it was laid into a bucket, if an update of it would be lost."""
+    slot = slot_of(p)
+    if slot is None:
+        return "requires grad, but was frozen or not there when the engine was made" if p.requires_grad and p.numel() else None
+    if not slot.bucket.trainable and p.requires_grad:
+        return "was unfrozen after the engine was made"
+    if slot.bucket.holds(slot.index):
+        return None
+    return "was given other memory after the engine was made (half(), to(), an assignment to .data)"

@@ -58,6 +58,11 @@ class GatherWindow:
         record = self._records.get(phase)
         return list(record.last) if record else []
 
+    def upcoming(self, phase: Hashable) -> list[int]:
+        """Buckets that were used next in the last pass of `phase`, after the use where this one is."""
+        record = self._records.get(phase)
+        return record.upcoming() if record else []
+
     def visit(self, phase: Hashable, bucket: int, gathered: Callable[[int], bool]) -> tuple[set[int], list[int]]:
         """`bucket` is used now. Returns (buckets to keep gathered, buckets to fetch, in order)."""
         record = self._records.setdefault(phase, _Record())

@@ -1,0 +1,104 @@
+"""Activations that wait for backward on a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine.models import config
+from tests.offload.runs import ADAMW
+from tests.ranks import run_ranks
+
+WIDTH, LEAST = 24, 2000
+
+
+class Deep(nn.Module):
+    """Blocks, recomputed in backward if so wanted."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(6))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.recompute else block(x)
+        return x.square().mean()
+
+
+def _train(rank: int, world: int, folder: str) -> list[str]:
+    import zeroengine
+
+    faults = []
+    for stage in (0, 2, 3):
+        for recompute in (False, True):
+            seen = []
+            for moves in (False, True):
+                torch.manual_seed(3)
+                settings = config(stage, optimizer=ADAMW)
+                engine = zeroengine.initialize(model=Deep(recompute), config=settings)[0]
+                found: list[Any] = []
+                ends = []
+                for step in range(3):
+                    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank), requires_grad=True)
+                    if moves:
+                        with engine.offload_activations("nvme", folder, least_bytes=LEAST, buffer_count=2):
+                            loss = engine(x)
+                        (store,) = engine.mechanism.placement.stores
+                        if len(store.records) < 5:
+                            faults.append(f"stage {stage}, recompute {recompute}: {len(store.records)} records")
+                    else:
+                        loss = engine(x)
+                    engine.backward(loss)
+                    engine.step()
+                    found += [loss.item(), x.grad.sum().item()]
+                    del loss
+                    if moves:
+                        store.flush()
+                        ends.append(store._end)
+                        if store.records:
+                            faults.append(f"stage {stage}: {len(store.records)} records are left")
+                if len(set(ends)) > 1:
+                    faults.append(f"stage {stage}: the file grows: {ends}")
+                seen.append(found)
+                engine.destroy()
+            if seen[0] != seen[1]:
+                faults.append(f"stage {stage}, recompute {recompute}: {seen}")
+    return faults
+
+
+def test_the_bits_are_those_of_activations_in_memory(tmp_path: Path) -> None:
+    assert run_ranks(_train, 2, str(tmp_path), timeout=100) == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_stay_and_changes_in_place_are_seen(tmp_path: Path) -> None:
+    from zeroengine.offload.activations import ActivationsOnDisk
+    from zeroengine.offload.buffers import Buffers, host_bytes
+    from zeroengine.offload.folder import RankFolder
+    from zeroengine.offload.store import DiskStore
+    from zeroengine.ops.aio import file_io
+
+    folder = RankFolder(tmp_path, 0)
+    store = DiskStore(folder, "activations.bin", file_io(2, 4096), Buffers(2, host_bytes))
+    weight = nn.Parameter(torch.randn(40, 40))
+    where = ActivationsOnDisk(store, [weight], 1000)
+    x = torch.randn(40, 40, requires_grad=True)
+    with where:
+        y = x @ weight
+        z = y.exp()
+        small = (torch.ones(3, requires_grad=True) * 2).exp()
+        assert len(store.records) == 2  # x and the result of exp; not the weight, not what is small
+    kept = z.clone()
+    z.sum().backward()
+    assert torch.equal(z, kept) and x.grad is not None and torch.equal(x.grad, (kept @ weight.T).detach())
+    small.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        small.sum().backward()
+    store.close()
+    folder.remove()

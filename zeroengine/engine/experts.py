@@ -1,0 +1,133 @@
+"""Experts of one model spread over ranks, before its parameters are laid into buckets."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from zeroengine.comm.local import LocalCommunicator
+from zeroengine.config import Config
+from zeroengine.errors import ConfigError, ModelError
+from zeroengine.logging import log_rank0
+from zeroengine.mesh import Mesh
+from zeroengine.moe.experts import Experts
+from zeroengine.moe.group import ExpertGroup, make_hops
+from zeroengine.moe.hf import GlobalRouterLoss, convert, is_stacked_experts, revert
+from zeroengine.moe.layer import SparseLayer, sparse_layers
+from zeroengine.moe.statistics import LayerStatistics, Statistics
+from zeroengine.zero.build import Groups, check_same
+from zeroengine.zero.held import claim
+
+
+class ExpertParallel:
+    """The layers with experts of one model, spread over the ranks of `group`. `remove` makes the model what it was."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, group: ExpertGroup, bias_speed: float) -> None:
+        """Collective."""
+        self.group = group
+        self._model, self._batch, self._bias_speed = model, mesh.control, bias_speed
+        self._converted = convert(model) if group.size > 1 or bias_speed else {}
+        self.layers: dict[str, SparseLayer] = {**sparse_layers(model), **self._converted}
+        odd = {n: layer.held.num_experts for n, layer in self.layers.items() if layer.held.num_experts % group.size}
+        if odd:
+            revert(model, self._converted)
+            name, number = next(iter(odd.items()))
+            raise ConfigError(f"mesh.ep {group.size} does not divide the {number} experts of '{name}'; give a divisor")
+        applies = GlobalRouterLoss.applies(model) and mesh.control.size > 1
+        self._router_loss = GlobalRouterLoss(model, mesh.control) if applies else None
+        if group.size > 1:
+            equalize([layer.held for layer in self.layers.values()], mesh)
+        for name, layer in self.layers.items():
+            layer.spread(group, name)
+
+    def remove(self) -> None:
+        """Gives every layer all of its experts, and the model its own modules. Collective. After the buckets are gone."""
+        for layer in self.layers.values():
+            layer.gather()
+        revert(self._model, self._converted)
+        if self._router_loss is not None:
+            self._router_loss.remove()
+
+    def after_step(self) -> None:
+        """Moves the biases of routers that balance by them. Collective."""
+        moved = [layer for layer in self.layers.values() if layer.balances(self._bias_speed)]
+        if moved:
+            loads = torch.cat([layer.statistics.load for layer in moved])
+            table = self._batch.exchange(loads, "load of the experts").sum(0)
+            for layer, load in zip(moved, table.split([layer.statistics.num_experts for layer in moved]), strict=True):
+                layer.balance(load, self._bias_speed)
+
+    def forget(self) -> None:
+        """Begins to count for another step."""
+        for layer in self.layers.values():
+            layer.statistics.clear()
+
+    def statistics(self) -> dict[str, LayerStatistics]:
+        """By layer, since the last step began. Collective."""
+        found = {}
+        for name, layer in self.layers.items():
+            mine = layer.statistics
+            row = torch.cat([mine.row(), torch.tensor([float(mine.computed)], dtype=torch.float64)])
+            table = self._batch.exchange(row, f"statistics of {name}")
+            found[name] = Statistics.over(table[:, :-1], table[:, -1])
+        return found
+
+
+def equalize(experts: list[Experts], mesh: Mesh) -> None:
+    """Makes rank 0's values of all experts everybody's, before each rank keeps its part of them. Collective."""
+    for module in experts:
+        for name, p in module.named_parameters():
+            claim([p])
+            values = p.data.contiguous().view(-1)
+            mesh.replicate_grads.broadcast(values, 0, name).wait()
+            mesh.shard_grads.broadcast(values, 0, name).wait()
+            p.data = values.view(p.shape)
+
+
+def expert_group(settings: Config, mesh: Mesh) -> ExpertGroup:
+    """The streams between the ranks that share experts. Collective."""
+    ranks, section = mesh.experts, settings.moe
+    if ranks is None:
+        rank = mesh.rank
+        return ExpertGroup(LocalCommunicator("experts", rank), LocalCommunicator("experts control", rank), mesh.control)
+    hops = None
+    if section.two_hop:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        hops = make_hops(mesh.fabric, ranks.tokens.ranks, section.ranks_per_node or max(1, min(local // mesh.degrees.tp, ranks.size)))
+    return ExpertGroup(
+        ranks.tokens, ranks.control, mesh.control, hops, section.dispatch_dtype, section.copies, section.copies_above
+    )
+
+
+def spread_experts(
+    model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False
+) -> ExpertParallel | None:
+    """Spreads the experts of `model` over the `ep` ranks of `mesh`, and lets its routers see the global batch; None where it
+    has none. Collective. Raises `ModelError` for a model without experts where ranks should share them (a `stage` of a pipeline
+    may have none), and `ConfigError` where they cannot."""
+    shared = mesh.experts is not None
+    if not sparse_layers(model) and not any(is_stacked_experts(m) for m in model.modules()):
+        if shared and not stage:
+            raise ModelError(
+                f"mesh.ep is over 1, but {type(model).__name__} has no layers with experts that ranks can share "
+                "(zeroengine.moe.MoE, or a mixture of experts of transformers); set mesh.ep to 1"
+            )
+        return None
+    if shared:
+        check_same(model, groups)
+    made = ExpertParallel(model, mesh, expert_group(settings, mesh), settings.moe.bias_speed)
+    if made.layers:
+        total = ", ".join(sorted({str(layer.held.num_experts) for layer in made.layers.values()}))
+        log_rank0(f"mixture of experts: {len(made.layers)} layers of {total} experts, shared by {made.group.size} ranks")
+    return made
+
+
+def groups_of(mesh: Mesh) -> Groups:
+    """The communicators of the mechanism on `mesh`."""
+    experts = None
+    if mesh.experts is not None:
+        e = mesh.experts
+        experts = Groups(e.params, e.grads, mesh.replicate_grads, mesh.control, equal=e.equal)
+    return Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control, experts)

@@ -1,0 +1,91 @@
+"""What ranks that share layers decide together about a step: the norm, and what made it non-finite."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.errors import ConfigError
+from zeroengine.ops.flat import squares
+from zeroengine.optim.clip import blame
+from zeroengine.optim.kinds import is_elementwise
+from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.zero.experts import expert_part
+from zeroengine.zero.gradients import BucketGradients
+from zeroengine.zero.tensor import tensor_shard
+
+_TEXT = 512  # bytes of a reason that travels between ranks
+
+
+class AcrossLayers:
+    """Rules of a `ZeroOptimizer` whose parameters are parts of whole ones, or held whole and equal, on the ranks of a tensor
+    group. `control`: the ranks that reduce gradients together; `shard_ranks`: those of them whose slices make up one whole;
+    `tensor`: control over the tensor group."""
+
+    def __init__(self, control: Communicator, shard_ranks: tuple[int, ...], tensor: Communicator) -> None:
+        self._control, self._shard_ranks, self._tensor = control, shard_ranks, tensor
+
+    def norm(self, gradients: list[BucketGradients]) -> float:
+        """2-norm before clipping: parts add up, and what every rank holds counts once. Collective."""
+        values: list[Tensor] = []
+        kinds: list[int] = []  # 0: a part, 1: whole
+        for g in gradients:
+            reduced = g.reduced
+            for s in g.bucket.layout.segments(g.bucket.own.start, g.bucket.own.stop):
+                piece = reduced[s.at : s.at + s.end - s.start]
+                values.append(torch.view_as_real(piece) if piece.is_complex() else piece)
+                kinds.append(int(not _is_cut(g.bucket.params[s.index])))
+        sums = torch.zeros(2, dtype=torch.float64)
+        sums.index_add_(0, torch.tensor(kinds, dtype=torch.int64), squares(values)[0].cpu())
+        table = self._control.exchange(sums, "squares of the gradients")
+        if self._shard_ranks != self._control.ranks:
+            place = {r: i for i, r in enumerate(self._control.ranks)}
+            table = table[[place[r] for r in self._shard_ranks]]
+        mine = table.sum(0)
+        over = self._tensor.exchange(mine, "squares of the gradients of shared layers")
+        total = float(over[:, 0].sum() + over[0, 1])
+        return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
+
+    def blame(self, gradients: list[BucketGradients]) -> str:
+        """Names the parameter, also where only another rank's part of it is bad. Collective."""
+        found = blame(gradients, self._control)
+        text = found.encode()[: _TEXT - 1]
+        row = torch.zeros(_TEXT, dtype=torch.uint8)
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        row[-1] = int(" gradient of '" in found)
+        for other in self._tensor.exchange(row, "non-finite gradients of shared layers"):
+            if int(other[-1]):
+                return bytes(other[:-1].tolist()).rstrip(b"\0").decode(errors="replace")
+        return found
+
+
+def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], tensor: Communicator) -> None:
+    """Makes the ranks of `tensor` (control) clip and skip as one.
+
+    Raises `ConfigError` for an optimizer that would see a part of a parameter where it must see the whole.
+    """
+    _check_elementwise(optimizer)
+    rules = AcrossLayers(optimizer.control, shard_ranks, tensor)
+    optimizer.norm_rule, optimizer.blame_rule = rules.norm, rules.blame
+
+
+def _is_cut(param: Tensor) -> bool:
+    """Whether the ranks of the tensor group have a part of it each. A part of all experts is the same on all of them."""
+    part = expert_part(param)
+    return tensor_shard(param) is not None and not (part is not None and part.stacked)
+
+
+def _check_elementwise(optimizer: ZeroOptimizer) -> None:
+    inner = optimizer.optimizer
+    apart = {id(p) for g in inner.param_groups if not is_elementwise(type(inner), g) for p in g["params"]}
+    for master in optimizer.masters:
+        for index, spec in enumerate(master.bucket.layout.specs):
+            cut = _is_cut(master.bucket.params[index])
+            if cut and (index in master.apart or any(id(part.view) in apart for part in master.parts.get(index, []))):
+                raise ConfigError(
+                    f"optimizer {type(inner).__name__} looks at whole parameters, and mesh.tp gives each rank a part of "
+                    f"'{spec.name}'; set mesh.tp to 1, or use an optimizer that updates each element by itself (Adam, AdamW, SGD, ...)"
+                )

@@ -1,0 +1,181 @@
+"""A Hugging Face model whose ranks share each sequence: batches cut, positions and documents derived, loss averaged."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zeroengine.comm.protocol import Communicator
+from zeroengine.errors import ConfigError, ModelError
+from zeroengine.parallel.group import SequenceGroup
+from zeroengine.parallel.hf_attention import NAMES, RunningBatch, SequenceLink, connect, disconnect, register
+from zeroengine.parallel.layout import SequenceLayout
+from zeroengine.parallel.loss import IGNORED, mean_over_ranks, next_token_targets, token_sum
+from zeroengine.parallel.masks import documents_from_positions
+from zeroengine.parallel.same import check_same_batch
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether attention functions can be put into `model`."""
+    return callable(getattr(model, "set_attn_implementation", None)) and hasattr(model, "config")
+
+
+def built_with(model: nn.Module) -> str | None:
+    """The zero_* attention that the model was built with, if any."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name if name in NAMES else None
+
+
+class SharedSequences:
+    """Runs a transformers model on this rank's tokens of the batches it is given whole.
+
+    The batch is checked to be the same on the ranks of the group, padded, and cut; position ids and the borders of packed
+    documents (position ids that start again, zeros of a 2-D attention mask) are derived before the cut. With labels the
+    output's `loss` is the mean over valid tokens of all data ranks, the same number on each; its logits are this rank's.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: SequenceGroup, attention: str, same: Communicator, ranks: Communicator,
+        factor: float, total: Callable[[Tensor, Tensor], Tensor] = token_sum,
+    ) -> None:  # fmt: skip
+        """`same`: control over the ranks that get one batch; `ranks`: control over all among which gradients are reduced;
+        `factor`: what that reduction divides by; `total`: summed loss of logits and targets."""
+        self.group = group
+        self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
+        self._link = SequenceLink(group)
+        self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
+        self._accepted = set(inspect.signature(model.forward).parameters)
+        self._causal_targets = _predicts_next(model)
+        register()
+        self._before = model.config._attn_implementation  # type: ignore[union-attr]
+        model.set_attn_implementation(attention)  # type: ignore[operator]
+        if model.config._attn_implementation != attention:  # type: ignore[union-attr]
+            raise ModelError(
+                f"{type(model).__name__} computes attention by itself and does not take attn_implementation \"{attention}\"; "
+                "set mesh.cp to 1"
+            )
+        connect(model, self._link)
+
+    def remove(self, model: nn.Module) -> None:
+        """Gives the model its own attention back."""
+        disconnect(model)
+        model.set_attn_implementation(self._before if self._before not in NAMES else "sdpa")  # type: ignore[operator]
+
+    def layout(self, length: int) -> SequenceLayout:
+        """Where the tokens of sequences of `length` lie; its `shard` and `unshard` cut and join tensors."""
+        return self.group.layout(length)
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's forward. Collective."""
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        inputs = dict(bound.arguments)
+        inputs.update(inputs.pop("kwargs", {}))
+        check_same_batch({k: v for k, v in inputs.items() if v is not None}, self._same)
+        batch, length = _shape(inputs)
+        layout = self.group.layout(length)
+        targets = self._targets(inputs.pop("labels", None))
+        running = RunningBatch(layout, _documents(inputs, batch, length))
+        self._check_open(running)
+        self._link.batch = running
+        inputs.pop("attention_mask", None)
+        if inputs.pop("past_key_values", None) is not None:
+            raise ModelError("a cache cannot run over a shared sequence; leave past_key_values out")
+        if "position_ids" in self._accepted and inputs.get("position_ids") is None:
+            device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
+            inputs["position_ids"] = torch.arange(length, device=device)[None].expand(batch, -1)
+        if "use_cache" in self._accepted:
+            inputs["use_cache"] = False
+        local = {name: self._cut(name, value, layout, batch) for name, value in inputs.items()}
+        before = self._link.calls
+        output = model(**local)
+        if self._link.calls == before:
+            raise ModelError(
+                f"{type(model).__name__} did not call the attention over a shared sequence: its layers would see one slice each; "
+                "set mesh.cp to 1"
+            )
+        if targets is not None:
+            output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED))
+        if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+            self._note_open(output)
+        return output
+
+    def _note_open(self, output: Any) -> None:
+        found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        for t in found:
+            t.register_hook(self._close)
+        self._open = [weakref.ref(t) for t in found]
+
+    def _close(self, grad: Tensor) -> None:
+        self._open = []
+
+    def _check_open(self, running: RunningBatch) -> None:
+        """Layers that are computed again in backward take the layout of the last batch."""
+        alive = any(ref() is not None for ref in self._open)
+        if not alive or self._link.batch is None or self._link.batch.same_as(running):
+            return
+        raise ModelError(
+            "a second batch of another length or with other documents came before the backward of the first, and with gradient "
+            "checkpointing the layers of the first are computed again there; call backward after each forward"
+        )
+
+    def _targets(self, labels: Tensor | None) -> Tensor | None:
+        if labels is None:
+            return None
+        return next_token_targets(labels) if self._causal_targets else labels
+
+    def _cut(self, name: str, value: Any, layout: SequenceLayout, batch: int) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if value.dim() < 2 or value.shape[0] not in (1, batch) or value.shape[1] != layout.length:
+            raise ConfigError(
+                f"'{name}' has shape {tuple(value.shape)}, not [{batch}, {layout.length}, ...]: it cannot be cut along the "
+                "sequence; set mesh.cp to 1"
+            )
+        return layout.shard(value, self.group.rank)
+
+    def _with_loss(self, output: Any, targets: Tensor) -> Any:
+        logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None)
+        if logits is None or logits.dim() != 3:
+            raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
+        if getattr(output, "aux_loss", None) is not None:
+            raise ModelError(
+                "the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False"
+            )
+        count = (targets != IGNORED).sum()
+        output["loss"] = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
+        return output
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Labels are shifted in causal language models, and compared in place in all others."""
+    kind = getattr(model, "loss_type", None) or type(model).__name__
+    return "CausalLM" in kind or "LMHeadModel" in type(model).__name__
+
+
+def _shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    for name in ("input_ids", "inputs_embeds"):
+        value = inputs.get(name)
+        if isinstance(value, Tensor):
+            return value.shape[0], value.shape[1]
+    raise ConfigError("a model over a shared sequence must be called with input_ids or inputs_embeds")
+
+
+def _documents(inputs: Mapping[str, Any], batch: int, length: int) -> Tensor | None:
+    """Document numbers [B, length] on the host, -1 for padding; None for one document without padding."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (batch, length)):
+        raise ConfigError(
+            f"attention_mask must be [{batch}, {length}] with mesh.cp > 1; it was {getattr(mask, 'shape', type(mask).__name__)}"
+        )
+    documents = torch.zeros(1, length, dtype=torch.int64)
+    if positions is not None:
+        documents = documents_from_positions(positions.detach().cpu().reshape(-1, length))
+    if mask is not None:
+        documents = documents.expand(batch, length).masked_fill(mask.detach().cpu() == 0, -1)
+    return documents if bool((documents != 0).any()) else None
