@@ -377,12 +377,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         self.reload_states()
         self._begin_hook.remove()
         self.mechanism.remove()
-        if self.experts is not None:
-            self.experts.remove()
         if self.sequences is not None:
             self.sequences.remove(self.module)
         if self.layers is not None:
             self.layers.remove(self.module)
+        if self.experts is not None:  # last, as it was put on: other ranks' experts come back as copies of whole ones
+            self.experts.remove()
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:
