@@ -86,6 +86,7 @@ setup(
     package_dir={"zeroengine.csrc": "csrc"},
     package_data={
         "zeroengine": ["py.typed"],
+        "zeroengine.integrations.as_deepspeed": ["*.dist-info/METADATA"],
         "zeroengine.csrc": ["**/*.cpp", "**/*.cu", "**/*.h", "**/*.cuh"],
     },
     cmdclass={"build_py": BuildWithOps, **wheel_command()},
@@ -103,7 +104,8 @@ setup(
     extras_require={
         "hf": HF,
         "examples": [*HF, "tqdm"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
+        # peft and trl: their own users' trainers are tested on the engine.
+        "test": ["peft", "trl", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
         "bench": ["matplotlib"],
         # A peer of the benchmarks; its build reads the installed torch, so it is installed by itself and last.
         "peers": ["deepspeed"],

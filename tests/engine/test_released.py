@@ -49,7 +49,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda p: p.detach().numpy(),
     "tolist": lambda p: p.tolist(),
     "data": lambda p: p.data,
-    "detach": lambda p: p.detach(),
+    "detach": lambda p: p.detach() + 1,
     "clone": lambda p: p.clone(),
     "copy_": lambda p: p.data.copy_(torch.zeros_like(p)),
     "fill_": lambda p: nn.init.zeros_(p),
@@ -72,7 +72,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "format": lambda p: f"{p.sum():.3f}",
 }
 MODULE_READS: dict[str, Callable[[nn.Module], Any]] = {
-    "state_dict": lambda m: m.state_dict(),
+    "save of state_dict": lambda m: torch.save(m.state_dict(), io.BytesIO()),
+    "values of state_dict": lambda m: [v.sum() for v in m.state_dict().values()],
+    "copy of state_dict": lambda m: torch.empty(D, D).copy_(m.state_dict()["0.weight"]),
     "deepcopy": lambda m: copy.deepcopy(m),
     "pickle": lambda m: pickle.dumps(m),
     "double": lambda m: m.double(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -269,3 +270,20 @@ def arguments(inputs: dict[str, Path], options: dict[str, str]) -> list[object]:
     chosen = {name: inputs["--output"].parent / value if name in paths else value for name, value in options.items()}
     merged = {"--max-length": 48, "--new-tokens": 4, **inputs, **chosen}
     return [part for pair in merged.items() for part in pair]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_unmodified_trainer_script_learns_under_zero3(tiny_model: Path, pairs_file: Path, tmp_path: Path, lora: bool) -> None:
+    config = EXAMPLES / "configs" / "trainer" / "zero3.json"
+    command = [
+        sys.executable, "-m", "zeroengine.launcher.cli", "--as-deepspeed", "--nproc", "2", str(EXAMPLES / "hf_trainer.py"),
+        "--deepspeed", str(config), "--model", str(tiny_model), "--data", str(pairs_file), "--output_dir", str(tmp_path),
+        "--max_steps", "30" if lora else "12", "--learning_rate", "0.1" if lora else "0.01", "--max_length", "48", "--disable_tqdm", "true",
+        *(["--lora"] if lora else []),
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    before, after = losses(done.stdout)
+    assert after < 0.95 * before, done.stdout
+    assert (tmp_path / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000

@@ -197,7 +197,8 @@ def _loaded_and_edited(rank: int, world: int) -> None:
         model = TinyLM(tied=False)
     model.load_state_dict(source.state_dict())
     _same(_values(source), _values(model))
-    state = model.state_dict()  # all of it whole, for as long as it is held
+    state = model.state_dict()  # names and shapes; the values come when they are asked for
+    assert isinstance(model.emb.weight, ReleasedParameter) and isinstance(model.head.weight, ReleasedParameter)
     _same({n: state[n] for n in dict(source.named_parameters())}, _values(source))
     del state
     with GatheredParameters([model.head.weight, model.emb.weight], modifier_rank=1), torch.no_grad():

@@ -17,6 +17,7 @@ from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.experts import ExpertParallel
 from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.names import ScriptMethods
 from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.parking import OffloadMethods
 from zeroengine.engine.phases import PhaseTimes
@@ -33,7 +34,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:

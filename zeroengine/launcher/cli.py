@@ -27,6 +27,12 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "env": Command("reports versions, devices, compilers, and which operation runs how", "zeroengine.ops.report:run"),
     "run": Command("starts a script on several ranks (the default)", "zeroengine.launcher.run:run"),
+    "as-deepspeed": Command(
+        "runs a program that starts ranks itself with zeroengine as its `deepspeed`: as-deepspeed accelerate launch ...",
+        "zeroengine.launcher.as_deepspeed:run",
+    ),
+    "check": Command("looks at the hosts of a hostfile before a job: check --hostfile FILE", "zeroengine.launcher.preflight:run"),
+    "completion": Command("prints shell completion: completion bash|zsh|fish", "zeroengine.launcher.completion:run"),
     "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),
     "schedule": Command("checks, simulates and draws a pipeline schedule", "zeroengine.pipeline.command:run"),
 }

@@ -160,7 +160,8 @@ class WholeUpdate:
                     stack.enter_context(master.at_hand(changed=True))
                 stack.enter_context(at_hand(*(m.home for m in members), changed=True))
             failed = torch.tensor([int(placement.faults.first is not None)])
-            self._comm.all_reduce(failed, "state of whole parameters at hand", op="max").wait()
+            for comm in {id(m.master.bucket.comm): m.master.bucket.comm for m in members}.values():
+                comm.all_reduce(failed, "state of whole parameters at hand", op="max").wait()
             if not int(failed):
                 act()
 

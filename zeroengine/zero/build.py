@@ -226,8 +226,8 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
         part = rule.part(name) if rule.part is not None else ""
         persistent = id(p) in whole
-        leaf = None if persistent else leaf_of.get(id(p))
-        key = (p.dtype, dtype, p.requires_grad, persistent, leaf, part, expert_part(p) is not None)
+        within = None if persistent else leaf_of.get(id(p))
+        key = (p.dtype, dtype, p.requires_grad, persistent, within, part, expert_part(p) is not None)
         found.setdefault(key, []).append((name, p))
     return found.items()
 

@@ -222,6 +222,10 @@ class HeldGroup:
             held.settle(modifier_rank)
         self.flush()
 
+    def computing(self) -> bool:
+        """No: whatever needs the values of a detached parameter brings it then."""
+        return False
+
     def write(self, param: nn.Parameter, values: Tensor) -> bool:
         """Never apart from gathering it (see `ValueSource`): the whole parameter is written."""
         return False

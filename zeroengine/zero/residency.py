@@ -10,6 +10,7 @@ memory and never a plausible value.
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 _T = torch.Tensor
 
@@ -29,6 +30,10 @@ class ValueSource(Protocol):
     def using(self, param: ReleasedParameter, function: str) -> AbstractContextManager[None]:
         """Context of one operation that reads `param`: its values are whole inside, and what autograd saves of them is a
         reference into the bucket. Raises `ReleasedParameterError` where they may not be gathered."""
+        ...
+
+    def computing(self) -> bool:
+        """Whether the values of a parameter that is detached now are asked for now (in a forward or backward)."""
         ...
 
     def write(self, param: ReleasedParameter, values: Tensor) -> bool:
@@ -103,32 +108,62 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class ZeroParamStatus(enum.Enum):
+    """Where the values of a parameter are, for scripts that ask `param.ds_status`. Plain parameters have no such attribute."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 class ReleasedParameter(nn.Parameter):
-    """Class of a parameter while its values are sharded away. See the module's docstring."""
+    """Class of a parameter while its values are sharded away. See the module's docstring.
+
+    The `ds_` attributes are those by which scripts written for DeepSpeed find parameters to gather."""
 
     _zero: Slot
+
+    @property
+    def ds_id(self) -> int:
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        return self.shape
+
+    @property
+    def ds_numel(self) -> int:
+        return self.numel()
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
-                return func(*args, **kwargs)
+            known, answer = _described(func, args, kwargs)
+            if known:
+                return answer
             if func is _T.__repr__:
                 p = args[0]
                 facts = f"shape={tuple(p.shape)}, dtype={p.dtype}, requires_grad={p.requires_grad}"
                 return f"ReleasedParameter('{p._zero.name}', {facts})"
-            if func is _T.stride and len(args) == 1 and not kwargs:
-                return _contiguous_strides(args[0].shape)
-            if func is _T.is_contiguous:
-                return True
+            makes_parameter = func is _T.detach and sys._getframe(1).f_code is _MAKES_PARAMETER
+            source = args[0]._zero.source if func is _T.detach else None
+            if source is not None and not makes_parameter and not source.computing():
+                return ReleasedAlias.of(args[0])
+            leaves = tree_leaves((args, kwargs))
+            if any(isinstance(leaf, ReleasedAlias) for leaf in leaves):
+                return _with_aliases(func, args, kwargs)
             if func is _T.copy_ and isinstance(args[0], ReleasedParameter) and _copied(args[0], *args[1:], **kwargs):
                 return args[0]
             with ExitStack() as uses:
-                for leaf, source in _sources(tree_leaves((args, kwargs))):
+                for leaf, source in _sources(leaves):
                     uses.enter_context(source.using(leaf, getattr(func, "__name__", str(func))))
                 result = func(*args, **kwargs)
-                if func is _T.detach and sys._getframe(1).f_code is _MAKES_PARAMETER:
+                if makes_parameter:
                     return _T._make_subclass(args[0]._zero.cls, result)
                 return result
 
@@ -139,6 +174,64 @@ class ReleasedParameter(nn.Parameter):
         result: nn.Parameter = copy_of(self)
         memo[id(self)] = result
         return result
+
+
+class ReleasedAlias(Tensor):
+    """What `detach` gives of a released parameter outside of computations: `state_dict()` does it for all of them, mostly for
+    their names and shapes. It knows those; an operation that needs values asks the parameter for them, as one on the parameter
+    would, and so raises where an engine has sharded it away. Writes reach the parameter."""
+
+    _param: ReleasedParameter
+
+    @classmethod
+    def of(cls, param: ReleasedParameter) -> ReleasedAlias:
+        alias = _T._make_subclass(cls, stub_for(param.shape, param.dtype, param.device))
+        alias._param = param
+        return alias
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            known, answer = _described(func, args, kwargs)
+            if known:
+                return answer
+            if func is _T.__repr__:
+                return f"ReleasedAlias(shape={tuple(args[0].shape)}, dtype={args[0].dtype})"
+            if func is _T.detach:
+                return args[0]
+        return _with_aliases(func, args, kwargs)
+
+
+def _with_aliases(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs `func` on the values of the parameters in the place of their aliases."""
+    with ExitStack() as uses:
+
+        def values(leaf: Any) -> Any:
+            if not isinstance(leaf, ReleasedAlias):
+                return leaf
+            slot = slot_of(leaf._param)
+            if slot is not None and slot.source is not None and _needs_source(leaf._param, slot):
+                uses.enter_context(slot.source.using(leaf._param, getattr(func, "__name__", str(func))))
+            with torch._C.DisableTorchFunctionSubclass():
+                return leaf._param.detach()
+
+        args, kwargs = tree_map(values, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _needs_source(param: nn.Parameter, slot: Slot) -> bool:
+    """Released, or whole until another one of its source is brought."""
+    return isinstance(param, ReleasedParameter) or getattr(slot.source, "whole_on_use", False)
+
+
+def _described(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """(True, answer) if `func` asks for nothing but what is known without values."""
+    if func in METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
+        return True, func(*args, **kwargs)
+    if func is _T.stride and len(args) == 1 and not kwargs:
+        return True, _contiguous_strides(args[0].shape)
+    return func is _T.is_contiguous, True
 
 
 def _sources(leaves: list[Any]) -> list[tuple[Any, ValueSource]]:
@@ -152,7 +245,7 @@ def _sources(leaves: list[Any]) -> list[tuple[Any, ValueSource]]:
             continue
         if isinstance(leaf, ReleasedParameter):
             released.append((leaf, slot.source))
-        elif getattr(slot.source, "whole_on_use", False):
+        elif _needs_source(leaf, slot):
             whole.append((leaf, slot.source))
     return whole + released
 

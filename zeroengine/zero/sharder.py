@@ -257,6 +257,9 @@ class Sharder:
 
     # --- ValueSource (residency.py), and what autograd saves ----------------------------------------------------
 
+    def computing(self) -> bool:
+        return bool(self._frames) or in_backward()
+
     @contextlib.contextmanager
     def using(self, param: ReleasedParameter, function: str) -> Iterator[None]:
         slot = slot_of(param)

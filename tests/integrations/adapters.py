@@ -1,0 +1,125 @@
+"""What the ranks run for adapters: peft and trl with and without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.jobs import arguments, fresh_accelerate, logits
+from tests.integrations.tiny import Sentences, deepspeed_config, losses_of, stand_in
+
+KINDS = ("lora", "dora", "modules_to_save", "prompt")
+
+
+def adapter(kind: str) -> Any:
+    from peft import LoraConfig, PromptTuningConfig
+
+    if kind == "prompt":
+        return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    more: dict[str, Any] = {"modules_to_save": ["lm_head"]} if kind == "modules_to_save" else {"use_dora": kind == "dora"}
+    return LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "down_proj"], **more)
+
+
+def run_adapters(rank: int, world: int, pretrained: str, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One adapter after the other; `stage` None, which comes first, is the Trainer without an engine."""
+    stand_in()
+    results = []
+    for i, case in enumerate(cases):
+        fresh_accelerate()
+        torch.manual_seed(1)
+        results.append(_train_adapter(pretrained, Path(folder) / f"case{i}", **case))
+    return results
+
+
+def _train_adapter(pretrained: str, folder: Path, kind: str, stage: int | None, checkpointing: bool = False) -> dict[str, Any]:
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, Trainer
+
+    how: dict[str, Any] = {"use_cpu": True} if stage is None else {"deepspeed": deepspeed_config(stage, optimizer=False, scheduler=False)}
+    args = arguments(folder, gradient_checkpointing=checkpointing, learning_rate=5e-2, **how)
+    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    torch.manual_seed(2)
+    model = get_peft_model(base, adapter(kind))
+    if checkpointing:
+        model.enable_input_require_grads()
+    trainer = Trainer(model, args, train_dataset=Sentences(16))
+    trainer.train()
+    result: dict[str, Any] = {"train": losses_of(trainer), "logits": logits(trainer.model)}
+    trainable, total = model.get_nb_trainable_parameters()
+    trainer.save_model()
+    result |= {"trainable": trainable, "total": total}
+    if stage is not None:
+        trainer.accelerator.free_memory(trainer.model_wrapped)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        result |= saved_adapter(pretrained, folder, kind)
+    dist.barrier()
+    return result
+
+
+def saved_adapter(pretrained: str, folder: Path, kind: str) -> dict[str, Any]:
+    """The adapter that was saved, loaded onto the base in one process; and merged, where that exists."""
+    import transformers.integrations.deepspeed as hf
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    before, hf._hf_deepspeed_config_weak_ref = hf._hf_deepspeed_config_weak_ref, None
+    try:
+        state = load_file(folder / "adapter_model.safetensors")
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained), folder)
+        result: dict[str, Any] = {"saved": logits(model), "zero": [k for k, v in state.items() if not v.numel() or not v.any()]}
+        if kind != "prompt":
+            result["merged"] = logits(model.merge_and_unload())
+        return result
+    finally:
+        hf._hf_deepspeed_config_weak_ref = before
+
+
+def run_sft(rank: int, world: int, pretrained: str, folder: str, stages: list[int | None]) -> list[dict[str, Any]]:
+    """trl's SFTTrainer on prompts and completions; stage None, which comes first, is the one without an engine."""
+    stand_in()
+    results = []
+    for i, stage in enumerate(stages):
+        fresh_accelerate()
+        results.append(_sft(pretrained, Path(folder) / f"sft{i}", stage))
+    return results
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"w{i}": i + 4 for i in range(60)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{(first + j) % 50}" for j in range(count))
+
+
+def _sft(pretrained: str, folder: Path, stage: int | None) -> dict[str, Any]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    how: dict[str, Any] = {"use_cpu": True} if stage is None else {"deepspeed": deepspeed_config(stage, optimizer=False, scheduler=False)}
+    args = SFTConfig(
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", seed=11, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, bf16=False, max_length=16,
+        gradient_checkpointing=False, completion_only_loss=True, **how,
+    )  # fmt: skip
+    data = Dataset.from_list([{"prompt": words(i * 7, 2 + i % 4), "completion": " " + words(i, 1 + i % 5)} for i in range(24)])
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(pretrained), args, train_dataset=data, processing_class=tokenizer()
+    )
+    trainer.train()
+    result = {"train": losses_of(trainer), "logits": logits(trainer.model)}
+    if stage is not None:
+        trainer.accelerator.free_memory(trainer.model_wrapped)
+    return result

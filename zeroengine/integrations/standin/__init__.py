@@ -1,0 +1,1 @@
+"""What stands for the package `deepspeed`; `zeroengine.integrations.deepspeed` installs it."""

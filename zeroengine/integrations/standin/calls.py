@@ -1,0 +1,141 @@
+"""`deepspeed.initialize` and `deepspeed.DeepSpeedConfig` with the arguments that scripts give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroengine.comm import get_world_size, init_distributed, is_initialized
+from zeroengine.config import BatchSizes, Config, resolve_batch
+from zeroengine.engine import initialize as build
+from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.initialize import ConfigSource
+from zeroengine.errors import ConfigError
+from zeroengine.logging import log_once
+
+_WITHOUT_EFFECT = ("mesh_param", "mesh_device", "dont_change_device")
+
+
+class _NoParameters:
+    """`parameter_offload.module`: nothing of the model is bound to the handles."""
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+
+class ParameterOffload:
+    """What trl takes off and puts on again around generation with gathered weights: hooks which would gather and release in every
+    layer. Hooks here leave gathered parameters alone, so there is nothing to take off."""
+
+    def __init__(self) -> None:
+        self.module = _NoParameters()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing was taken off."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+    **others: Any,
+) -> tuple[ZeroEngine, Any, Any, Any]:
+    """`zeroengine.initialize`, in DeepSpeed's order of arguments. Returns (engine, optimizer, data loader, scheduler)."""
+    unknown = sorted(set(others) - set(_WITHOUT_EFFECT))
+    if unknown:
+        raise TypeError(f"deepspeed.initialize() got an unexpected keyword argument {unknown[0]!r}")
+    if mesh_param is not None:
+        raise ConfigError("deepspeed.initialize: mesh_param is not read; give the degrees in the configuration's `mesh` section")
+    if dist_init_required is False and not is_initialized():
+        raise ConfigError("deepspeed.initialize: dist_init_required is false, and torch.distributed is not initialised")
+    scale_config = getattr(args, "deepscale_config", None)
+    if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
+        config = scale_config
+    engine, wrapped, loader, scheduler = build.initialize(
+        args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
+        lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu, collate_fn=collate_fn, config=config,
+        config_params=config_params,
+    )  # fmt: skip
+    if wrapped is not None and engine.zero_optimization_stage() == 3:
+        wrapped.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
+    return engine, wrapped, loader, scheduler
+
+
+class DeepSpeedConfig:
+    """A configuration that a script reads before it makes an engine. Attributes have DeepSpeed's names; batch sizes are
+    those of the ranks there are."""
+
+    def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
+        if mpu is not None or mesh_device is not None:
+            log_once("DeepSpeedConfig: mpu and mesh_device are not read; degrees are in the configuration's `mesh` section")
+        init_distributed()
+        self.settings = Config.load(config)
+        self._batch: BatchSizes = resolve_batch(self.settings, self.settings.data_parallel_size(get_world_size()))
+        self._param_dict = self.settings.to_dict(self._batch)
+
+    @property
+    def train_batch_size(self) -> int:
+        return self._batch.train
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._batch.micro
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    @property
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
+
+    @property
+    def steps_per_print(self) -> float | None:
+        return self.settings.steps_per_print
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        return self.zero_optimization_stage > 0
+
+    @property
+    def fp16_enabled(self) -> bool:
+        return self.settings.fp16.enabled
+
+    @property
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.bf16.enabled
+
+    @property
+    def optimizer_name(self) -> str | None:
+        return None if self.settings.optimizer is None else self.settings.optimizer.type.lower()
+
+    @property
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return None if self.settings.optimizer is None else dict(self.settings.optimizer.params)
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        chosen = self.settings.communication_data_type
+        return None if chosen is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[chosen]
