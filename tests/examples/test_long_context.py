@@ -11,7 +11,7 @@ from tests.examples.launch import run_example, start_example
 pytestmark = pytest.mark.ranks
 
 TINY = ("--width", 32, "--layers", 1)
-LONG = ("--tokens", 4096, "--steps", 1, "--width", 64, "--layers", 2, "--memory-limit", 45)
+LONG = ("--tokens", 8192, "--steps", 1, "--width", 64, "--layers", 2, "--memory-limit", 100)
 
 
 def losses(out: str) -> list[float]:
@@ -29,7 +29,7 @@ def test_two_ranks_learn_what_one_learns(attention: str) -> None:
 
 def test_two_ranks_hold_what_one_cannot() -> None:
     alone = start_example("long_context.py", *LONG, ranks=1)[0]
-    assert alone.code == 1 and "4096 tokens on 1 rank(s) do not fit into 45 MiB" in alone.err
+    assert alone.code == 1 and "8192 tokens on 1 rank(s) do not fit into 100 MiB" in alone.err
     assert len(losses(run_example("long_context.py", *LONG))) == 1
 
 
