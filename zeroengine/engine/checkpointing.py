@@ -63,7 +63,6 @@ class CheckpointMethods:
     _background: BackgroundSaver | None = None
     _data: Iterator[Any] | None
 
-    @within_reach(write=False)
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -87,23 +86,36 @@ class CheckpointMethods:
         if self.mechanism.reducer.unfinished:
             log_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it", 30)
         folder = Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}")
+        values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
+        own = {"random": random_states(), "buffers": self._own_buffers()}
+        self._follow_edits()
+        with self.mechanism.exposed(write=False):
+            tensors = self._pieces_to_save(self._held_pieces(exclude_frozen_parameters))
+            if blocking:
+                save(folder, tensors, values, own, latest=save_latest, keep_last=keep_last, **_world())
+            else:
+                if self._background is None:
+                    self._background = BackgroundSaver()
+                self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
+        return True
+
+    def _follow_edits(self) -> None:
+        """Masters follow what was written into parameters. Collective. What lives on a disk is stored again by this, so it comes
+        before all is exposed for reading, where ranks also hear of each other's disks."""
+        placement = self.mechanism.placement
+        placement.check_here()
+        if self.mechanism.optimizer is not None:
+            with placement.faults.kept():
+                self.mechanism.optimizer.follow_edits()
+
+    def _held_pieces(self, exclude_frozen: bool) -> Pieces:
+        """What this rank writes of weights, masters and optimizer state."""
         optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
-        if optimizer is not None:
-            optimizer.follow_edits()
-        tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen_parameters, share=share)
+        tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen, share=share)
         if optimizer is not None:
             tensors.update(state.master_pieces(optimizer, share))
             tensors.update(state.optimizer_pieces(optimizer, share))
-        tensors = self._pieces_to_save(place_parts(tensors, self.module))
-        values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
-        own = {"random": random_states(), "buffers": self._own_buffers()}
-        if not blocking:
-            if self._background is None:
-                self._background = BackgroundSaver()
-            self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
-        else:
-            save(folder, tensors, values, own, latest=save_latest, keep_last=keep_last, **_world())
-        return True
+        return place_parts(tensors, self.module)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when the save in the background, if there is one, is complete; raises its error."""

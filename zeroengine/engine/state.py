@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Parts of shared layers are joined. Values are
-    views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of shared layers are joined. Values are views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
