@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,23 @@ class Ended:
 
 def start_example(name: str, *args: object, ranks: int = 2, timeout: float = 120.0) -> list[Ended]:
     """Runs `examples/<name>` on `ranks` ranks and returns how each ended; kills all of them after `timeout` seconds."""
+    return _outcomes(_start(name, args, ranks), time.monotonic() + timeout)
+
+
+def kill_example(name: str, *args: object, when: Callable[[], bool], ranks: int = 2, timeout: float = 120.0) -> None:
+    """Runs `examples/<name>` and kills every rank (SIGKILL) as soon as `when()` is true."""
+    processes = _start(name, args, ranks)
+    deadline = time.monotonic() + timeout
+    while not when() and time.monotonic() < deadline and all(p.poll() is None for p in processes):
+        time.sleep(0.005)
+    for process in processes:
+        process.kill()
+    ended = _outcomes(processes, deadline)
+    if not when() or any(e.code >= 0 for e in ended):
+        raise AssertionError("it ended before it could be killed\n" + "\n".join(f"{e.code}\n{e.out}\n{e.err}" for e in ended))
+
+
+def _start(name: str, args: Sequence[object], ranks: int) -> list[subprocess.Popen[str]]:
     port = free_port()
     command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
     processes = []
@@ -44,7 +61,7 @@ def start_example(name: str, *args: object, ranks: int = 2, timeout: float = 120
         }
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
-    return _outcomes(processes, time.monotonic() + timeout)
+    return processes
 
 
 def _outcomes(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[Ended]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.examples.launch import EXAMPLES, ROOT, run_example, start_example
+from tests.examples.launch import EXAMPLES, ROOT, kill_example, run_example, start_example
 
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.json"))
 TINY = ("--max-length", 48, "--new-tokens", 4, "--eval-pairs", 5)
@@ -97,6 +97,25 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tiny_model: Path, pa
     assert "after step 5" in out
     rest = weights(tmp_path / "rest")
     assert all(expected[name].equal(rest[name]) for name in expected)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
+    """SIGKILL for every rank, while it trains or saves: the losses and weights are those of a run that was left alone."""
+    config = write_config(tmp_path / "config.json", 4, 1, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
+    options = ("--config", config, "--model", tiny_model, "--data", pairs_file, "--save-every", 1, "--steps", 30, *TINY)
+    expected = losses(run_example("finetune_causal_lm.py", *options, "--output", tmp_path / "whole"))
+    output = tmp_path / "killed"
+    latest = output / "checkpoint" / "latest"
+
+    def some_steps_are_saved() -> bool:
+        return latest.exists() and int(latest.read_text().removeprefix("global_step")) >= 4
+
+    kill_example("finetune_causal_lm.py", *options, "--output", output, when=some_steps_are_saved)
+    out = run_example("finetune_causal_lm.py", *options, "--output", output, "--resume", output)
+    assert int(re.search(r"after step (\d+)", out).group(1)) >= 4  # type: ignore[union-attr]
+    assert losses(out)[1] == expected[1]
+    whole, rest = weights(tmp_path / "whole"), weights(output)
+    assert all(whole[name].equal(rest[name]) for name in whole)
 
 
 def test_resuming_a_run_that_is_over_is_refused(tiny_model: Path, pairs_file: Path, tmp_path: Path) -> None:
@@ -285,5 +304,5 @@ def test_an_unmodified_trainer_script_learns_under_zero3(tiny_model: Path, pairs
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     before, after = losses(done.stdout)
-    assert after < 0.95 * before, done.stdout
+    assert after < (0.97 if lora else 0.95) * before, done.stdout  # an adapter alone changes a random model little
     assert (tmp_path / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000

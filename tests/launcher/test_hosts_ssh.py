@@ -215,18 +215,20 @@ def test_check_finds_nothing_wrong_and_then_what_is(launches: Launches, hosts: L
     lines = [line.split() for line in job.out.splitlines()]
     assert lines[1][:2] == ["n1", "yes"] and lines[2][:2] == ["n2", "yes"] and lines[1][-2:] == ["free", "yes"]
     assert float(lines[5][1]) > 1 and lines[-1] == "2 hosts, nothing wrong".split()
-    taken = subprocess.Popen(hosts.hosts[1].enter(sys.executable, "-c", LISTEN), stdout=subprocess.PIPE)
+    there = launches.folder / "there"
+    taken = subprocess.Popen(hosts.hosts[1].enter(sys.executable, "-c", LISTEN, str(there)))
     try:
-        assert taken.stdout is not None and taken.stdout.readline()
+        assert wait_until(there.exists, 10)
         (launches.folder / "hosts").write_text("n1\nn2\nn3 port=3\n")
         job = hosts.start(launches, "check", "--hostfile", names, "--master-port", "29455", "--folder", "/etc/..")
         assert job.finish(30) == 1
         assert "wrong: n2: port 29455 cannot be used: Address already in use" in job.out
         assert "wrong: n3: not reached: ssh: connect to host" in job.out and "wrong: n1" not in job.out
     finally:
-        taken.kill()
+        for pid in hosts.hosts[1].find("29455"):
+            kill(pid)
         taken.wait()
     assert nothing_left(hosts, job, 2)
 
 
-LISTEN = "import socket, time; s = socket.socket(); s.bind(('', 29455)); s.listen(); print('there', flush=True); time.sleep(600)"
+LISTEN = "import socket, sys, time; s = socket.socket(); s.bind(('', 29455)); s.listen(); open(sys.argv[1], 'w').close(); time.sleep(600)"

@@ -162,3 +162,42 @@ def test_a_layer_may_say_how_many_ranks_share_it() -> None:
     x, y = tokens(Case(), 0, 0)
     want = float(build(Case())(x, y, torch.tensor(1 / len(x))).detach())
     assert all(size == 2 for size, _ in got) and abs(sum(loss for _, loss in got) / 2 - want) < 1e-6
+
+
+def _frozen(rank: int, world: int, folder: str, background: bool) -> bool:
+    """Frozen experts, which no bucket cuts at stage 1, and a buffer in each: saved by every second rank's part, loaded whole."""
+    import zeroengine
+
+    def made(ep: int) -> Any:
+        case = Case(ep=ep, stage=1, kind="list")
+        model = build(case)
+        experts = model.moe.sparse.experts
+        for i in range(4):
+            expert = experts.get_submodule(str(i)).requires_grad_(False)
+            expert.register_buffer("seen", torch.full((3,), float(i)))
+        return zeroengine.initialize(model=model, config=settings(case))[0]
+
+    engine = made(ep=2)
+    numbers = list(engine.module.moe.sparse.experts.local)
+    for number in numbers:
+        engine.module.moe.sparse.experts.expert(number).seen.fill_(10.0 + number)
+    want = engine.full_state_dict()
+    engine.save_checkpoint(folder, blocking=not background)
+    engine.destroy()
+    engine = made(ep=1)
+    for name, p in engine.module.named_parameters():
+        if "experts" in name:
+            p.data.zero_()
+    engine.load_checkpoint(folder)
+    experts = engine.module.moe.sparse.experts
+    right = all(bool((experts.expert(i).seen == 10.0 + i).all()) for i in range(4))
+    found = engine.full_state_dict()
+    if want is not None and found is not None:
+        right &= all(torch.equal(found[n], v) for n, v in want.items())
+    engine.destroy()
+    return right
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_frozen_experts_and_their_buffers_are_saved(background: bool, tmp_path: Path) -> None:
+    assert all(run_ranks(_frozen, 2, str(tmp_path), background, timeout=60))

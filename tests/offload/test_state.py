@@ -26,7 +26,7 @@ def _resume(rank: int, world: int, folder: str, stage: int, dtype: str) -> list[
         whole.destroy()
         first = start(ways[saving], folder)
         advance(first, rank, 0, 2)
-        first.save_checkpoint(at)
+        first.save_checkpoint(at, blocking=loading)
         going_on = advance(first, rank, 2, 2)
         first.destroy()
         second = start(ways[loading], folder, seed=7)
@@ -45,6 +45,35 @@ def _resume(rank: int, world: int, folder: str, stage: int, dtype: str) -> list[
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_checkpoints_with_and_without_a_disk(stage: int, dtype: str, tmp_path: Path) -> None:
     assert run_ranks(_resume, 2, str(tmp_path), stage, dtype, timeout=150) == [[], []]
+
+
+def _edited(rank: int, world: int, folder: str) -> list[str]:
+    """An edit right before a save: the masters on the disk follow it, and the checkpoint has it."""
+    faults = []
+    for stage in (1, 2):
+        plan = Plan(stage, DISK, dtype="bf16")
+        engine = start(plan, folder)
+        advance(engine, rank, 0, 1)
+        with torch.no_grad():
+            for p in engine.module.parameters():
+                p.mul_(0.5)
+        weights = engine.full_state_dict()
+        engine.save_checkpoint(f"{folder}/{stage}")
+        going_on = advance(engine, rank, 1, 1)
+        engine.destroy()
+        engine = start(plan, folder, seed=7)
+        engine.load_checkpoint(f"{folder}/{stage}")
+        again = engine.full_state_dict()
+        if rank == 0 and not all(torch.equal(w, again[n]) for n, w in weights.items()):
+            faults.append(f"stage {stage}: other weights")
+        if advance(engine, rank, 1, 1) != going_on:
+            faults.append(f"stage {stage}: another step")
+        engine.destroy()
+    return faults
+
+
+def test_an_edit_before_a_save(tmp_path: Path) -> None:
+    assert run_ranks(_edited, 2, str(tmp_path), timeout=100) == [[], []]
 
 
 def _access(rank: int, world: int, folder: str) -> list[str]:

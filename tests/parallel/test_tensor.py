@@ -135,7 +135,7 @@ def _save(rank: int, world: int, folder: str, saved: dict[str, dict[str, Any]]) 
     for kind, config in saved.items():
         engine, *_ = zeroengine.initialize(model=build(kind), config=config)
         _steps(engine, kind, 0, 3)
-        engine.save_checkpoint(f"{folder}/{kind}")
+        engine.save_checkpoint(f"{folder}/{kind}", blocking=kind == "llama")
         engine.destroy()
 
 

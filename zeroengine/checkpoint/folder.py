@@ -7,6 +7,7 @@
     <directory>/<tag>/rank_<r>.pt             Python values of one rank
     <directory>/<tag>/complete.json           written last: format, ranks, names, sizes and checksums of all files
     <directory>/.<tag>.saving-<host>-<pid>-…  a save in progress, or what a killed one left
+    <directory>/.latest-<pid>                 the next `latest`, for the moment before it is renamed
     <directory>/.<tag>.old-<host>-<pid>-…     the former holder of a tag, for the moment of its replacement
 
 A rename makes a folder appear whole. Replacing a tag takes two renames, and a crash between them leaves the complete
@@ -99,6 +100,8 @@ def begin(final: Path) -> Path:
     for hidden, tag in _hidden(final.parent):
         if tag == final.name or _writer_is_gone(hidden):
             _clear(hidden, final.parent / tag)
+    for pointer in final.parent.glob(f".{LATEST}-*"):  # of a save that was killed right before it moved `latest`
+        pointer.unlink(missing_ok=True)
     saving = _beside(final, "saving")
     saving.mkdir()
     return saving
@@ -133,6 +136,23 @@ def commit(saving: Path, final: Path, marker: Marker, *, latest: bool) -> None:
     for hidden, tag in _hidden(final.parent):
         if tag == final.name:
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def prune(directory: Path, keep: int, newest: str) -> None:
+    """Removes complete checkpoints so that `keep` are left: `newest`, the one `latest` names, then by age.
+
+    What cannot be removed is left with a warning: the checkpoint that was just saved is not at fault.
+    """
+    safe = {newest, _read_latest(directory)}
+    others = [tag for tag in complete_tags(directory) if tag not in safe and (directory / tag).is_dir()]
+    for tag in others[max(keep - len(safe - {None}), 0) :]:
+        going = _beside(directory / tag, "old")
+        try:
+            (directory / tag).rename(going)
+            (going / MARKER).unlink()  # from here on it is no checkpoint that an interrupted removal could bring back
+            shutil.rmtree(going)
+        except OSError as exc:
+            logger.warning("the old checkpoint %s is not removed: %s", directory / tag, exc)
 
 
 def write_latest(directory: Path, tag: str) -> None:

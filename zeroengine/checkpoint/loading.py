@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class _Survey:
     index: str
     wanted: int
     missing: list[str]
+    excused: list[str]
     converted: Converted
 
 
@@ -75,6 +76,39 @@ def find_checkpoint(
     return None if name is None else directory / name
 
 
+def read_index(
+    folder: Path, *, process_group: ProcessGroup | None, rank: int, world: int
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """{key: (shape, dtype)} of the tensors in the checkpoint `folder`. Collective; raises CheckpointError on all ranks."""
+
+    def work() -> dict[str, tuple[torch.Size, torch.dtype]]:
+        folders.read_marker(Path(folder))
+        return tensor_index(SafeReader(Path(folder)))
+
+    return Ranks(process_group, rank, world).phase(f"reading the index of {folder}", work)[rank]
+
+
+def tensor_index(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """{key: (shape, dtype)} of what `reader` finds."""
+    entries = reader.read_metadata().state_dict_metadata
+    return {k: (e.size, e.properties.dtype) for k, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the ranks want together against what there is, the same on all ranks: keys wanted in vain (`excused` ones by
+    ranks that can do without), keys that no rank wants, and the replicated values of the checkpoint."""
+
+    missing: tuple[str, ...]
+    excused: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    values: dict[str, Any]
+
+
+Check = Callable[[Comparison], None]
+"""Raises to refuse the checkpoint. It must decide by what all ranks know alike."""
+
+
 def load(
     folder: Path,
     tensors: Mapping[str, Sequence[Piece]],
@@ -86,16 +120,20 @@ def load(
     only: Sequence[str] = (),
     allow_pickle: bool = False,
     verify: bool = True,
+    optional: Collection[str] = (),
+    check: Check | None = None,
 ) -> Loaded:
     """Fills `piece.data` of all `tensors` in place from the checkpoint `folder` (see `find_checkpoint`). Collective.
 
     Any number of ranks may have saved it, in any pieces. A key without pieces on this rank says that other ranks hold
     them. With `only`, keys of the checkpoint that begin with none of these prefixes are left out of account: they are
     never unexpected. Floating dtypes are converted to those of the pieces; all else must agree. If `strict`, missing
-    and unexpected keys are an error; otherwise they are reported, and pieces of missing keys keep their values.
+    and unexpected keys are an error; otherwise they are reported, and pieces of missing keys keep their values. Keys in
+    `optional` may be missing in any case.
 
     Values that only a full unpickling reads (see `values`) need `allow_pickle=True`: set it for checkpoints that you
-    trust. `verify` compares every file's checksum first, each file on one rank.
+    trust. `verify` compares every file's checksum first, each file on one rank. `check` may refuse what was found before
+    anything is filled; it is called on all ranks alike.
 
     Raises CheckpointError on all ranks, before a piece is touched if a file is damaged or keys, shapes or dtypes do
     not fit. An error of the file system while reading leaves the pieces partly filled: load again or stop.
@@ -103,14 +141,16 @@ def load(
     ranks = Ranks(process_group, rank, world)
     loader = _Loader(Path(folder).absolute(), ranks, tuple(only), verify)
     loader.read_values(allow_pickle)
-    surveys = ranks.phase(loader.doing, lambda: loader.survey(tensors))
-    missing, unexpected, converted = loader.compare(surveys, strict)
+    surveys = ranks.phase(loader.doing, lambda: loader.survey(tensors, optional))
+    found, converted = loader.compare(surveys, strict)
+    if check is not None:
+        check(found)
     ranks.torch_phase(
         loader.doing, lambda: dcp.load(dict(loader.views), storage_reader=loader.reader, **ranks.torch_arguments())
     )
     return Loaded(
         loader.folder, loader.marker.world, loader.replicated, loader.per_rank, loader.per_rank_note,
-        missing, unexpected, converted,
+        found.missing, found.unexpected, converted,
     )  # fmt: skip
 
 
@@ -156,7 +196,7 @@ class _Loader:
         path = self.folder / name
         return unpack(path.read_bytes(), str(path), allow_pickle=allow_pickle)
 
-    def survey(self, tensors: Mapping[str, Sequence[Piece]]) -> _Survey:
+    def survey(self, tensors: Mapping[str, Sequence[Piece]], optional: Collection[str]) -> _Survey:
         """Compares what this rank wants with what there is, and describes the pieces to torch."""
         index = self.reader.read_metadata()
         self.keys = sorted(index.state_dict_metadata)
@@ -168,7 +208,8 @@ class _Loader:
         return _Survey(
             index=hashlib.sha256("\n".join(self.keys).encode()).hexdigest(),
             wanted=sum(1 << place[key] for key in tensors if key in place),
-            missing=[key for key in tensors if key not in place],
+            missing=[key for key in tensors if key not in place and key not in optional],
+            excused=[key for key in tensors if key not in place and key in optional],
             converted=converted,
         )
 
@@ -190,7 +231,7 @@ class _Loader:
             raise CheckpointError(f"the checkpoint does not fit the model: {folders.names(misfits, '; ')}")
         return converted
 
-    def compare(self, surveys: list[_Survey], strict: bool) -> tuple[tuple[str, ...], tuple[str, ...], Converted]:
+    def compare(self, surveys: list[_Survey], strict: bool) -> tuple[Comparison, Converted]:
         """All ranks reach the same verdict from the same surveys."""
         strangers = [r for r, s in enumerate(surveys) if s.index != surveys[0].index]
         if strangers:
@@ -201,6 +242,7 @@ class _Loader:
             wanted |= survey.wanted
             converted |= survey.converted
         missing = sorted({key for survey in surveys for key in survey.missing})
+        excused = {key for survey in surveys for key in survey.excused}.difference(missing)
         unexpected = [
             key
             for i, key in enumerate(self.keys)
@@ -213,4 +255,4 @@ class _Loader:
                 f"{self.doing}: the checkpoint does not fit the model; {'; '.join(told)} (load with strict=False "
                 "to go on without them)"
             )
-        return tuple(missing), tuple(unexpected), converted
+        return Comparison(tuple(missing), tuple(sorted(excused)), tuple(unexpected), self.replicated), converted

@@ -33,6 +33,7 @@ def save(
     rank: int,
     world: int,
     latest: bool = True,
+    keep_last: int | None = None,
 ) -> None:
     """Saves a complete checkpoint as `folder`, i.e. `<directory>/<tag>`, or leaves everything as it was. Collective.
 
@@ -40,7 +41,8 @@ def save(
     holds: none, some or all. Together the ranks must cover each tensor; a piece that several ranks hold alike is
     written by one of them. `replicated` are Python values equal on all ranks, of which rank 0's are written;
     `per_rank` are this rank's own. With `latest`, the checkpoint becomes the one to resume from. An existing
-    checkpoint of this name is replaced.
+    checkpoint of this name is replaced. With `keep_last`, older complete checkpoints of the directory are removed once this
+    one is durable, so that `keep_last` are left.
 
     `rank` and `world` are those within `process_group`, a group on the CPU (None: the default group, or one process).
     The tensors can be read without zeroengine: `torch.distributed.checkpoint.load(state, checkpoint_id=folder)`.
@@ -48,26 +50,18 @@ def save(
     Raises CheckpointError on all ranks if any rank cannot do its part, and RankError if one has died. The previous
     checkpoint is then still loadable and the caller may go on.
     """
-    ranks = Ranks(process_group, rank, world)
-    saver = _Saver(Path(folder).absolute(), ranks, latest)
+    saver = Saver(Path(folder), Ranks(process_group, rank, world), latest=latest, keep_last=keep_last)
     saver.prepare(tensors, replicated, per_rank)
-    saver.begin()
-    try:
-        saver.write()
-        saver.commit()
-    except BaseException:
-        if rank == 0:  # all ranks have left the phase that failed: nobody writes any more
-            folders.discard(saver.saving)
-        raise
+    saver.run()
 
 
-class _Saver:
-    """One save, phase by phase; every phase ends on all ranks together."""
+class Saver:
+    """One save, phase by phase; every phase ends on all ranks together. See `save`."""
 
-    def __init__(self, final: Path, ranks: Ranks, latest: bool) -> None:
-        self.final, self.ranks, self.latest = final, ranks, latest
-        self.doing = f"saving {final}"
-        self.saving = final
+    def __init__(self, final: Path, ranks: Ranks, *, latest: bool, keep_last: int | None) -> None:
+        self.final, self.ranks, self.latest, self.keep_last = final.absolute(), ranks, latest, keep_last
+        self.doing = f"saving {self.final}"
+        self.saving = self.final
         self.sums: dict[str, FileSum] = {}
 
     def prepare(
@@ -77,6 +71,8 @@ class _Saver:
 
         def work() -> str:
             folders.check_tag(self.final.name)
+            if self.keep_last is not None and self.keep_last < 1:
+                raise CheckpointError(f"keep_last is {self.keep_last}: at least the new checkpoint is kept (None keeps all)")
             self.keys = list(tensors)
             self.views = {key: ShardedTensorView.of_pieces(key, pieces) for key, pieces in tensors.items() if pieces}
             self.values = {folders.rank_file(self.ranks.rank): self._pack(per_rank, "per_rank")}
@@ -97,6 +93,17 @@ class _Saver:
                 "tensors; they are stored as pickles, which load only with allow_pickle=True"
             )
         return data
+
+    def run(self) -> None:
+        """Writes what `prepare` took."""
+        self.begin()
+        try:
+            self.write()
+            self.commit()
+        except BaseException:
+            if self.ranks.rank == 0:  # all ranks have left the phase that failed: nobody writes any more
+                folders.discard(self.saving)
+            raise
 
     def begin(self) -> None:
         name = self.ranks.on_rank0(self.doing, lambda: folders.begin(self.final).name)
@@ -152,6 +159,8 @@ class _Saver:
                 files=self.sums,
             )
             folders.commit(self.saving, self.final, marker, latest=self.latest)
+            if self.keep_last is not None:
+                folders.prune(self.final.parent, self.keep_last, self.final.name)
 
         self.ranks.on_rank0(self.doing, work)
         if self.ranks.rank == 0:

@@ -10,17 +10,22 @@ import errno
 import io
 import os
 import pickle
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
+from zeroengine.checkpoint.raw import RawFile
 from zeroengine.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -97,11 +102,13 @@ class _SummedStream:
 
 
 class SafeReader(FileSystemReader):
-    """Reads the index of a checkpoint (a pickle) by the few classes it is made of, and once per object."""
+    """Reads the index of a checkpoint (a pickle) by the few classes it is made of, and once per object; of the tensors only
+    what is wanted, into the memory where it is wanted (see `raw`)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._index: Metadata | None = None
+        self._sizes: dict[str, dict[tuple[int, ...], torch.Size]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._index is None:
@@ -113,6 +120,40 @@ class SafeReader(FileSystemReader):
             except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as exc:
                 raise CheckpointError(f"the index {path} is damaged or not of a checkpoint: {exc}") from exc
         return self._index
+
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        others: list[ReadItem] = []
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            plain = item.type is LoadItemType.TENSOR and not stored.transform_descriptors and sys.byteorder == "little"
+            (by_file.setdefault(stored.relative_path, []) if plain else others).append(item)
+        for name, items in by_file.items():
+            with RawFile(Path(self.path) / name) as file:
+                for item in sorted(items, key=lambda i: self.storage_data[i.storage_index].offset):
+                    if not self._fill(file, item, planner):
+                        others.append(item)
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _fill(self, file: RawFile, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Whether the values lie in the file as plain bytes; then they are in the planner's tensor now."""
+        index, stored = item.storage_index, self.storage_data[item.storage_index]
+        entry = self.read_metadata().state_dict_metadata[index.fqn]
+        if not isinstance(entry, TensorStorageMetadata) or index.offset is None:
+            return False
+        if index.fqn not in self._sizes:
+            self._sizes[index.fqn] = {tuple(chunk.offsets): chunk.sizes for chunk in entry.chunks}
+        shape, dtype = self._sizes[index.fqn][tuple(index.offset)], entry.properties.dtype
+        at = file.values_at(stored.offset, stored.length, shape, dtype)
+        if at is None:
+            return False
+        target = planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != tuple(item.lengths):
+            raise CheckpointError(f"{index.fqn}: {tuple(item.lengths)} elements are read into {tuple(target.shape)}")
+        file.fill(target, at, shape, item.storage_offsets, dtype)
+        planner.commit_tensor(item, target)
+        return True
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -1,14 +1,9 @@
-"""The engine's state as pieces of named tensors, saved and loaded whole.
-
-Keys: `model.<name>` (parameters and persistent buffers as the model uses them), `master.<name>` (fp32 masters of 16-bit
-parameters), `optim.<name>.<state>` (what the torch optimizer keeps for a parameter). A rank gives the parts it holds, so a
-checkpoint does not know stages, ranks or buckets.
-"""
+"""`save_checkpoint` and `load_checkpoint`: everything a run needs, from any stage and number of ranks to any other."""
 
 from __future__ import annotations
 
 import functools
-import random
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,63 +11,26 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import find_checkpoint, load, save
-from zeroengine.checkpoint.ranks import Ranks
+from zeroengine.checkpoint import BackgroundSaver, Ranks, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.engine import pieces as state
+from zeroengine.engine.foreign import load_deepspeed
+from zeroengine.engine.loadplan import Verdict, class_name, plan_load
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.parallel import place_parts
+from zeroengine.engine.pieces import Pieces
+from zeroengine.engine.randomness import random_states, restore_random_states
+from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
-from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import apply_last_rates
-from zeroengine.optim.state import restore_state, state_pieces
-from zeroengine.zero.layout import Piece
-from zeroengine.zero.residency import slot_of
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes, Config
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
 
-Pieces = dict[str, list[Piece]]
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def model_pieces(module: nn.Module, mechanism: Mechanism, exclude_frozen: bool) -> Pieces:
-    """This rank's parts of parameters and buffers. Whole frozen parameters and buffers are the same on all ranks."""
-    found: Pieces = {}
-    for bucket in mechanism.buckets:
-        if exclude_frozen and not bucket.trainable:
-            continue
-        for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
-            spec = bucket.layout.specs[s.index]
-            data = bucket.shard[s.at : s.at + s.end - s.start]
-            found.setdefault(f"model.{spec.name}", []).append(Piece(spec.name, spec.shape, s.start, data))
-        for spec in bucket.layout.specs:
-            found.setdefault(f"model.{spec.name}", [])
-    for name, p in module.named_parameters():
-        if slot_of(p) is None and p.numel() and not (exclude_frozen and not p.requires_grad):
-            found[f"model.{name}"] = [Piece(name, p.shape, 0, p.data.view(-1))]
-    for name, b in _persistent_buffers(module):
-        if b.numel() and b.is_contiguous():
-            found[f"model.{name}"] = [Piece(name, b.shape, 0, b.view(-1))]
-    return found
-
-
-def master_pieces(optimizer: ZeroOptimizer) -> Pieces:
-    """This rank's parts of the masters that are separate from the values."""
-    found: Pieces = {}
-    for master in optimizer.masters:
-        if master.separate:
-            for spec in master.bucket.layout.specs:
-                found[f"master.{spec.name}"] = []
-            for _, piece in master.pieces():
-                found[f"master.{piece.name}"].append(piece)
-    return found
-
-
-def optimizer_pieces(optimizer: ZeroOptimizer) -> Pieces:
-    """This rank's parts of what the torch optimizer keeps; see `state_pieces`."""
-    return state_pieces(optimizer.optimizer, optimizer.held())
+_SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # options that a schedule moves
 
 
 def within_reach(*, write: bool) -> Callable[[F], F]:
@@ -102,9 +60,9 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     micro_steps: int
+    _background: BackgroundSaver | None = None
     _data: Iterator[Any] | None
 
-    @within_reach(write=False)
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -112,35 +70,68 @@ class CheckpointMethods:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        blocking: bool = True,
+        keep_last: int | None = None,
     ) -> bool:
         """Saves weights, masters, optimizer, scheduler, counters, loss scale and each rank's random states as
         `save_dir/tag` (default `global_step<N>`), completely or not at all. Collective. Raises `CheckpointError` on every
-        rank if any cannot write; training may go on then."""
+        rank if any cannot write; training may go on then.
+
+        With `blocking=False` the state is copied to host memory and written while training goes on; the next save,
+        `wait_for_checkpoint`, `destroy` or the end of the process waits for it, and the first three raise its error.
+        `keep_last` removes older complete checkpoints of `save_dir` once this one is durable.
+        """
+        self.wait_for_checkpoint()
         if self.mechanism.reducer.unfinished:
             log_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it", 30)
-        optimizer = self.mechanism.optimizer
-        pieces = model_pieces(self.module, self.mechanism, exclude_frozen_parameters)
-        if optimizer is not None:
-            optimizer.follow_edits()
-            pieces.update(master_pieces(optimizer))
-            pieces.update(optimizer_pieces(optimizer))
-        save(
-            Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}"),
-            self._pieces_to_save(place_parts(pieces, self.module)),
-            {**self._counters(), "client_state": dict(client_state or {})},
-            {"random": random_states()},
-            process_group=None,
-            rank=torch.distributed.get_rank(),
-            world=torch.distributed.get_world_size(),
-            latest=save_latest,
-        )
+        folder = Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}")
+        values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
+        own = {"random": random_states(), "buffers": self._own_buffers()}
+        self._follow_edits()
+        with self.mechanism.exposed(write=False):
+            tensors = self._pieces_to_save(self._held_pieces(exclude_frozen_parameters))
+            if blocking:
+                save(folder, tensors, values, own, latest=save_latest, keep_last=keep_last, **_world())
+            else:
+                if self._background is None:
+                    self._background = BackgroundSaver()
+                self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
         return True
+
+    def _follow_edits(self) -> None:
+        """Masters follow what was written into parameters. Collective. What lives on a disk is stored again by this, so it comes
+        before all is exposed for reading, where ranks also hear of each other's disks."""
+        placement = self.mechanism.placement
+        placement.check_here()
+        if self.mechanism.optimizer is not None:
+            with placement.faults.kept():
+                self.mechanism.optimizer.follow_edits()
+
+    def _held_pieces(self, exclude_frozen: bool) -> Pieces:
+        """What this rank writes of weights, masters and optimizer state."""
+        optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
+        tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen, share=share)
+        if optimizer is not None:
+            tensors.update(state.master_pieces(optimizer, share))
+            tensors.update(state.optimizer_pieces(optimizer, share))
+        return place_parts(tensors, self.module)
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when the save in the background, if there is one, is complete; raises its error."""
+        if self._background is not None:
+            self._background.wait()
+
+    def _end_background_saves(self) -> None:
+        """Waits for the save under way and raises its error. Collective."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
 
     def _agreed_tag(self, tag: str) -> str:
         """The name under which all ranks save. Unlike ones are treated as `checkpoint.tag_validation` says; unless that is an
         error, rank 0's counts. Collective."""
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        tags = Ranks(None, rank, world).phase("agreeing on the checkpoint's tag", lambda: tag)
+        tags = Ranks.of_job().phase("agreeing on the checkpoint's tag", lambda: tag)
         if len(set(tags)) > 1:
             told = ", ".join(f"rank {r}: {t}" for r, t in enumerate(tags))
             wanted = self.settings.checkpoint.tag_validation
@@ -161,75 +152,89 @@ class CheckpointMethods:
         load_module_only: bool = False,
         allow_pickle: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Loads `load_dir/tag` (default: the latest complete one), saved by any stage on any number of ranks. Returns (path,
-        client_state); (None, {}) if there is none. Collective. Random states come back on the same number of ranks.
-        `allow_pickle` reads client_state of arbitrary classes: only for checkpoints that you trust."""
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        found = find_checkpoint(Path(load_dir), tag, process_group=None, rank=rank, world=world)
+        """Loads `load_dir/tag` (default: the latest complete one), saved by any stage and precision on any number of ranks.
+        Returns (path, client_state); (None, {}) if there is none. Collective.
+
+        Masters come with the weights, in full precision where the checkpoint has it. `load_module_only` loads nothing else;
+        `load_optimizer_states=False` leaves the optimizer and the loss scale as they are. Unless `load_module_strict`,
+        missing and unexpected weights are reported and left alone. Random states come back on the same number of ranks.
+        `allow_pickle` reads client_state of arbitrary classes: only for checkpoints that you trust.
+
+        A checkpoint that DeepSpeed wrote (stages 1 to 3, universal) is recognised and read, optimizer state included.
+
+        Raises `CheckpointError` on every rank, before anything is changed, if the checkpoint does not fit or is damaged.
+        """
+        self.wait_for_checkpoint()
+        foreign = find_foreign(Path(load_dir), tag, **_world())
+        if foreign is not None:
+            with_state = self.mechanism.optimizer is not None and load_optimizer_states and not load_module_only
+            values, client = load_deepspeed(
+                foreign, self.module, self.mechanism, load_module_strict, with_state, self._saved_name
+            )
+            if not load_module_only:
+                self._restore(values, with_state, load_lr_scheduler_states)
+            return str(foreign), client
+        found = find_checkpoint(Path(load_dir), tag, **_world())
         if found is None:
             log_rank0(f"no complete checkpoint in {load_dir}", 30)
             return None, {}
-        optimizer = None if load_module_only else self.mechanism.optimizer
-        with_state = optimizer is not None and load_optimizer_states
-        pieces = place_parts(model_pieces(self.module, self.mechanism, exclude_frozen=False), self.module)
+        index = read_index(found, **_world())
+        optimizer = self.mechanism.optimizer
+        plan = plan_load(self.module, self.mechanism, index, self._saved_name)
+        with_state = optimizer is not None and load_optimizer_states and not load_module_only
+        moments: Pieces = {}
+        made: list[nn.Parameter] = []
+        if with_state and optimizer is not None:
+            made = state.make_state(optimizer)
+            moments = place_parts(state.optimizer_pieces(optimizer), self.module)
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
-        where: dict[str, Any] = {"process_group": None, "rank": rank, "world": world}
-        loaded = load(found, pieces, strict=load_module_strict, only=["model."], allow_pickle=allow_pickle, **where)
-        for bucket in self.mechanism.buckets:
-            bucket.publish()
-        for bucket in self.mechanism.buckets:
-            bucket.wait()
-        if self.mechanism.optimizer is not None:
-            self.mechanism.optimizer.refresh_masters()
+        verdict = Verdict(found, index, load_module_strict, class_name(optimizer) if with_state else None)
+        options: dict[str, Any] = {"strict": False, "only": Verdict.KINDS, "optional": plan.optional, "check": verdict}
+        try:
+            wanted = {**plan.wanted, **state.under_names(moments, self._saved_name)}
+            loaded = load(found, wanted, allow_pickle=allow_pickle, **options, **_world())
+        except CheckpointError:
+            for p in made:  # as if nobody had asked
+                optimizer.state.pop(p, None)  # type: ignore[union-attr]
+            raise
+        plan.finish(self.mechanism)
         if with_state and optimizer is not None:
-            self._load_optimizer(found, optimizer, where)
-        self._restore(loaded.replicated, with_state, load_lr_scheduler_states and not load_module_only, load_module_only)
-        if loaded.per_rank is not None and not load_module_only:
-            restore_random_states(loaded.per_rank["random"])
-        elif loaded.per_rank_note is not None:
-            log_rank0(loaded.per_rank_note)
+            without = frozenset(p.name for _, p in optimizer.held() if self._saved_name(p.name) in verdict.without)
+            state.fill_optimizer(optimizer, moments, without)
+        if not load_module_only:
+            self._restore(loaded.replicated, with_state, load_lr_scheduler_states)
+            if loaded.per_rank is not None:
+                restore_random_states(loaded.per_rank["random"])
+                for name, b in state.persistent_buffers(self.module):
+                    if name in loaded.per_rank.get("buffers", {}):
+                        b.copy_(loaded.per_rank["buffers"][name])
         return str(found), dict(loaded.replicated.get("client_state", {}))
 
-    def _load_optimizer(self, found: Path, optimizer: ZeroOptimizer, where: dict[str, Any]) -> None:
-        wanted = place_parts(master_pieces(optimizer), self.module)
-        masters = load(found, wanted, strict=False, only=["master."], verify=False, **where)
-        if masters.missing and len(masters.missing) < len(wanted):
-            raise CheckpointError(
-                f"{found} lacks the masters of {', '.join(masters.missing[:5])}; load with load_module_only=True"
-            )
-        optimizer.make_state()
-        wanted = place_parts(optimizer_pieces(optimizer), self.module)
-        state = load(found, wanted, strict=False, only=["optim."], verify=False, **where)
-        without = self._without_state(found, wanted, set(state.missing))
-        restore_state(optimizer.optimizer, optimizer.held(), wanted, without)
-
-    def _without_state(self, found: Path, wanted: Pieces, missing: set[str]) -> set[str]:
-        """Parameters that had no gradient before the save: they have no state there, and must have none here. Raises
-        `CheckpointError` on all ranks if the checkpoint is another optimizer's. Collective."""
-        lacks: dict[str, list[bool]] = {}
-        for key in wanted:
-            lacks.setdefault(key.removeprefix("optim.").rpartition(".")[0], []).append(key in missing)
-        without = {name for name, absent in lacks.items() if all(absent)}
-        partly = sorted(name for name, absent in lacks.items() if any(absent) and not all(absent))
-        facts = torch.tensor([len(lacks), len(without), len(partly)])
-        every, empty, odd = self.mesh.control.exchange(facts, "optimizer state found").sum(0).tolist()
-        if every and empty == every:
-            raise CheckpointError(
-                f"{found} has no optimizer state for these parameters; load it with load_optimizer_states=False to train on from "
-                "its weights"
-            )
-        if odd:
-            example = f", for example '{partly[0]}'" if partly else ""
-            raise CheckpointError(
-                f"{found} has only a part of what this optimizer keeps for {odd} parameters{example}: it was saved with other "
-                "optimizer options; load it with load_optimizer_states=False, or train with the optimizer it was saved with"
-            )
-        return without
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """Buffers whose values are not those of rank 0 (running statistics that nobody averages). Collective."""
+        named = list(state.persistent_buffers(self.module))
+        if not named:
+            return {}
+        values = [b.detach().to("cpu").contiguous() for _, b in named]
+        sums = [zlib.crc32(v.view(-1).view(torch.uint8).numpy().tobytes()) if v.numel() else 0 for v in values]
+        table = self.mechanism.groups.control.exchange(torch.tensor(sums, dtype=torch.int64), "buffers of a checkpoint")
+        rank0 = table[0].tolist()
+        return {n: v for (n, _), v, mine, first in zip(named, values, sums, rank0, strict=True) if mine != first}
 
     def _pieces_to_save(self, pieces: Pieces) -> Pieces:
-        """What this rank saves of what it holds."""
+        """What this rank saves of what it holds, under the names of the checkpoint."""
         return pieces
+
+    def _saved_name(self, name: str) -> str:
+        """The checkpoint's name of a parameter or buffer of this rank's module."""
+        return name
+
+    def _about(self, exclude_frozen: bool) -> dict[str, Any]:
+        """What turns a checkpoint into a model folder without the model: names of tied weights, names of what is left out, and
+        the configuration. Collective."""
+        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad] if exclude_frozen else []
+        return {"excluded": frozen, "other_names": state.other_names(self.module), "model_files": model_files(self.module)}
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer
@@ -243,59 +248,62 @@ class CheckpointMethods:
             "loss_scaler": {} if optimizer is None else optimizer.scaler.state_dict(),
             "scheduler": scheduler,
             "param_groups": groups,
+            "optimizer": class_name(optimizer),
             "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
         }
 
-    def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool, module_only: bool) -> None:
-        if module_only:
-            return
+    def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool) -> None:
         self.global_steps, self.global_samples = values["global_steps"], values["global_samples"]
         self.micro_steps = self.global_steps * self.batch.accumulation
         optimizer = self.mechanism.optimizer
         if with_state and optimizer is not None:
             optimizer.skipped_steps = values["skipped_steps"]
-            optimizer.scaler.load_state_dict(values["loss_scaler"])
-            if len(values["param_groups"]) == len(optimizer.param_groups):
-                for group, saved in zip(optimizer.param_groups, values["param_groups"], strict=True):
-                    group.update(saved)
+            if values["loss_scaler"]:
+                optimizer.scaler.load_state_dict(values["loss_scaler"])
+            _restore_groups(optimizer.param_groups, values["param_groups"])
+        if with_scheduler and hasattr(self.lr_scheduler, "load_state_dict"):
+            if values["scheduler"] is None:
+                log_rank0("the checkpoint has no scheduler: the schedule of the learning rate starts from its beginning", 30)
             else:
-                log_rank0("the checkpoint has another number of parameter groups; learning rates stay as configured", 30)
-        if with_scheduler and values["scheduler"] is not None and hasattr(self.lr_scheduler, "load_state_dict"):
-            self.lr_scheduler.load_state_dict(values["scheduler"])
-            if not with_state:
-                apply_last_rates(self.lr_scheduler)
-        if values["data"] is not None and self.training_dataloader is not None:
-            self.training_dataloader.load_state_dict(values["data"])
-            self._data = None  # `train_batch` goes on from there too
+                self.lr_scheduler.load_state_dict(values["scheduler"])
+                if not with_state:
+                    apply_last_rates(self.lr_scheduler)
+        if self.training_dataloader is not None:
+            self._restore_data(self.training_dataloader, values)
+
+    def _restore_data(self, loader: EngineLoader, values: dict[str, Any]) -> None:
+        position = values.get("data")
+        if position is None:
+            position = {"epoch": max((values.get("epoch") or 0) - 1, 0), "samples": 0}
+            log_rank0(
+                "the checkpoint does not say where its data stood (it was saved without a loader of the engine's, or before "
+                f"positions were kept): the data go on with the first sample of epoch {position['epoch']}",
+                30,
+            )
+        loader.load_state_dict(position)
+        self._data = None  # `train_batch` goes on from there too
 
 
-def random_states() -> dict[str, Any]:
-    """States of Python's, NumPy's (where it is in use) and torch's generators on this rank."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.accelerator.is_available():
-        states["device"] = torch.get_device_module().get_rng_state()
-    try:
-        import numpy
-    except ImportError:
-        return states
-    states["numpy"] = numpy.random.get_state(legacy=True)
-    return states
+def _restore_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Options of the optimizer are those of the checkpoint, as in torch; says where that is not what was configured."""
+    if len(saved) != len(groups):
+        log_rank0(
+            f"the checkpoint has {len(saved)} parameter groups and the optimizer {len(groups)}: learning rates and other options "
+            "stay as configured",
+            30,
+        )
+        return
+    for i, (group, options) in enumerate(zip(groups, saved, strict=True)):
+        known = {k: v for k, v in options.items() if k in group or k == "initial_lr"}
+        plain = {k: v for k, v in known.items() if isinstance(v, (bool, int, float, str)) and k not in _SCHEDULED}
+        changed = [f"{k} {group[k]} -> {v}" for k, v in plain.items() if group[k] != v]
+        if changed:
+            log_rank0(f"options of the optimizer (group {i}) become those of the checkpoint: {', '.join(changed)}")
+        unknown = [f"{k}={v}" for k, v in options.items() if k not in known and v not in (None, False)]
+        if unknown:
+            log_rank0(f"the optimizer has no options {', '.join(unknown)}, which the checkpoint has (group {i})")
+        group.update(known)
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(states["torch"])
-    if "device" in states and torch.accelerator.is_available():
-        torch.get_device_module().set_rng_state(states["device"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(tuple(states["numpy"]))
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, child in module.named_modules():
-        for name, b in child._buffers.items():
-            if b is not None and name not in child._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), b
+def _world() -> dict[str, Any]:
+    return {"process_group": None, "rank": torch.distributed.get_rank(), "world": torch.distributed.get_world_size()}

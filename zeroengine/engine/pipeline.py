@@ -11,13 +11,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from zeroengine.config import BatchSizes, Config, resolve_batch
-from zeroengine.engine.checkpointing import Pieces
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
-from zeroengine.engine.state import whole_parameters
+from zeroengine.engine.pipeline_weights import PipelineWeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
@@ -31,11 +30,10 @@ from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import check_free
-from zeroengine.zero.experts import by_name
 from zeroengine.zero.held import to_device
 
 
-class PipelineEngine(ZeroEngine):
+class PipelineEngine(PipelineWeightMethods, ZeroEngine):
     """Trains a `PipelineModule`: `train_batch` and `eval_batch` take `gradient_accumulation_steps` micro-batches at once.
 
     Data is read on the rank of the first stage; labels go from there to the last stage, each with its micro-batch. `last_run` is
@@ -235,54 +233,6 @@ class PipelineEngine(ZeroEngine):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         raise ConfigError("a pipeline runs forward, backward and step together: use engine.train_batch")
-
-    # --- weights --------------------------------------------------------------------------------------------------
-
-    def full_state_dict(
-        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The state_dict of all stages in host memory on rank 0 (None elsewhere). Collective."""
-        mine: dict[str, Tensor] = {}
-        keep = self.mesh.control.rank == 0
-        params = dict(self.module.named_parameters())
-        for name, value in whole_parameters(self.module, self.mechanism):
-            found = by_name(params[name], name, value)
-            if keep and (params[name].requires_grad or not exclude_frozen_parameters):
-                cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                mine.update({n: v.detach().to(device="cpu", dtype=cast, copy=True) for n, v in found.items()})
-        if not keep:
-            return None
-        for prefix, child in self.module.named_modules():
-            for name, buffer in child._buffers.items():
-                if buffer is not None and name not in child._non_persistent_buffers_set:
-                    mine[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
-        for name, original in self.module.named_parameters(remove_duplicate=False):
-            first = next((n for n, p in params.items() if p is original), name)
-            if first in mine:
-                mine[name] = mine[first]
-        return self._collect(mine)
-
-    def _collect(self, mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        """Brings the stages' parts to the first rank of the pipeline."""
-        rank = self._comms.control.rank
-        for peer in range(1, self._comms.control.size):
-            if rank == peer:
-                wire = Wire(self._comms.control, self._comms.control, 0, torch.device("cpu"))
-                wire.send("weights", f"weights of pipeline rank {peer}", mine)
-                wire.finish()
-            elif rank == 0:
-                wire = Wire(self._comms.control, self._comms.control, peer, torch.device("cpu"))
-                found = wire.get(wire.want("weights", f"weights of pipeline rank {peer}"))
-                mine = {**found, **mine}
-        if rank:
-            return None
-        return {n: v for n, v in mine.items() if self.module.state_names_ties or not n.startswith("tied.")}
-
-    def _pieces_to_save(self, pieces: Pieces) -> Pieces:
-        """Without the tied weights that another stage saves."""
-        kinds = ("model.", "master.", "optim.")
-        others = tuple(kind + name for kind in kinds for name in self._ties.not_owned)
-        return {key: value for key, value in pieces.items() if not key.startswith(others)} if others else pieces
 
 
 class _Hooks:

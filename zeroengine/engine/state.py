@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import agree
-from zeroengine.zero.experts import by_name
+from zeroengine.checkpoint import Entry, ModelFolder, Ranks, parse_size
+from zeroengine.engine.pieces import other_names, persistent_buffers
+from zeroengine.zero.experts import by_name, names_of
 from zeroengine.zero.residency import slot_of
-from zeroengine.zero.tensor import whole_value
+from zeroengine.zero.tensor import whole_shape, whole_value
 
 if TYPE_CHECKING:
     from zeroengine.engine.mechanism import Mechanism
@@ -21,8 +23,7 @@ if TYPE_CHECKING:
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter in order of registration, one bucket gathered at a time. Collective: every rank
-    must exhaust the iterator. Parts of shared layers are joined. Values are
-    views that live until the next one is asked for."""
+    must exhaust the iterator. Parts of shared layers are joined. Values are views that live until the next one is asked for."""
     named = list(module.named_parameters())
     position = 0
     while position < len(named):
@@ -40,6 +41,22 @@ def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[
                 name, p = named[position]
                 yield name, whole_value(p, p.data, name)
                 position += 1
+
+
+def model_files(module: nn.Module) -> dict[str, str]:
+    """{name: text} of what a Hugging Face model writes beside its weights; nothing for other models."""
+    files: dict[str, str] = {}
+    if not hasattr(module, "save_pretrained"):
+        return files
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        text = getattr(getattr(module, attribute, None), "to_json_string", None)
+        if callable(text):
+            files[name] = text()
+    if "config.json" in files:
+        values = json.loads(files["config.json"])
+        values["architectures"] = values.get("architectures") or [type(module).__name__]
+        files["config.json"] = json.dumps(values, indent=2) + "\n"
+    return files
 
 
 class WeightMethods:
@@ -82,19 +99,81 @@ class WeightMethods:
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the complete weights in the type they are used in (`torch.load(..., weights_only=True)` reads them).
-        Collective. Errors on rank 0 reach every rank."""
+        """Writes the complete weights in the type they are used in as one file: a state_dict that `torch.load` reads, or
+        safetensors if the name ends so. Collective; one bucket is in memory at a time. Errors on rank 0 reach every rank, and
+        a file that was there before stays."""
+        kind = "safetensors" if save_filename.endswith(".safetensors") else "torch"
 
-        state = self.full_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        path = Path(save_dir) / save_filename
+        def make(entries: list[Entry], others: dict[str, str]) -> ModelFolder:
+            return ModelFolder(Path(save_dir), entries, others, format=kind, filename=save_filename)
 
-        def write() -> None:
-            if state is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(state, path)
-
-        agree(write, f"writing {path}", self.mesh.control)
+        self._write_weights(make, f"writing {Path(save_dir) / save_filename}", None, exclude_frozen_parameters)
         return True
+
+    def save_pretrained(
+        self, save_dir: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: str = "5GB", format: str = "safetensors"
+    ) -> None:
+        """Writes a folder that `from_pretrained` loads: weights in files of at most `max_shard_size` with an index, and the
+        configuration if the model is one of Hugging Face's. `dtype` casts floating-point weights (the default is the type they
+        are used in); `format` is "safetensors" or "torch". Collective; one bucket is in memory at a time."""
+
+        def make(entries: list[Entry], others: dict[str, str]) -> ModelFolder:
+            size, files = parse_size(max_shard_size), model_files(self.module)
+            return ModelFolder(Path(save_dir), entries, others, format=format, shard_bytes=size, files=files)
+
+        self._write_weights(make, f"writing {save_dir}", dtype, exclude_frozen=False)
+
+    def _write_weights(
+        self,
+        make: Callable[[list[Entry], dict[str, str]], ModelFolder],
+        doing: str,
+        dtype: torch.dtype | None,
+        exclude_frozen: bool,
+    ) -> None:
+        """Gathers bucket after bucket, and rank 0 puts the values where `make` says. Collective."""
+        entries, others = self._weight_entries(dtype, exclude_frozen)
+        known = {entry.name for entry in entries}
+        sink: ModelFolder | None = None
+        error: Exception | None = None
+        try:
+            sink = make(entries, others) if self.mesh.rank == 0 else None
+        except Exception as exc:  # the others gather already: they hear of it at the end
+            error = exc
+        for name, value in self._weight_values():
+            if sink is not None and error is None and name in known:
+                try:
+                    sink.put(name, value)
+                except Exception as exc:
+                    error = exc
+
+        def finish() -> None:
+            if error is not None:
+                if sink is not None:
+                    sink.abandon()
+                raise error
+            if sink is not None:
+                sink.close()
+
+        Ranks.of_job().phase(doing, finish)
+
+    def _weight_entries(self, dtype: torch.dtype | None, exclude_frozen: bool) -> tuple[list[Entry], dict[str, str]]:
+        """What is to be written, and {other name: name} of tied weights. Collective."""
+
+        def cast(t: Tensor) -> torch.dtype:
+            return dtype if dtype is not None and t.is_floating_point() else t.dtype
+
+        params = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen]
+        named = {each: p for n, p in params for each in names_of(p, n)}
+        buffers = dict(persistent_buffers(self.module))
+        entries = [Entry(n, tuple(whole_shape(t)), cast(t)) for n, t in {**named, **buffers}.items()]
+        return entries, {other: name for other, name in other_names(self.module).items() if name in named or name in buffers}
+
+    def _weight_values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, values) of every parameter and buffer, for rank 0. Collective: every rank must exhaust the iterator."""
+        params = dict(self.module.named_parameters())
+        for name, value in whole_parameters(self.module, self.mechanism):
+            yield from by_name(params[name], name, value).items()
+        yield from persistent_buffers(self.module)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         return self.full_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

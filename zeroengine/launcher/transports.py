@@ -31,8 +31,12 @@ class Transport(Protocol):
     """`token` proves to each other that nodes which dial and the launcher belong to one job; empty where nobody dials."""
 
     token: str
-    listener: socket.socket | None
-    process: subprocess.Popen[bytes] | None
+
+    @property
+    def listener(self) -> socket.socket | None: ...
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None: ...
 
     def start(self, members: Sequence[Member]) -> None:
         """Begins to start nodes on these hosts."""

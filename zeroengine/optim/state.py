@@ -1,17 +1,15 @@
-"""What a torch optimizer keeps for its parameters: made, carried over, and described for a checkpoint."""
+"""What a torch optimizer keeps for its parameters: made, and carried over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.errors import CheckpointError, ConfigError
+from zeroengine.errors import ConfigError
 from zeroengine.zero.layout import Piece
 
-Pieces = dict[str, list[Piece]]
 Held = tuple[nn.Parameter, Piece]
 """What the optimizer knows a parameter, or a part of it, by; and its name, its shape and where the part begins."""
 
@@ -39,53 +37,6 @@ def carry_state(
                 optimizer.state[view][key] = part.to(wide, copy=True)
             else:
                 optimizer.state[view][key] = value.clone() if isinstance(value, Tensor) else value
-
-
-def state_pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held]) -> Pieces:
-    """This rank's parts of the optimizer's state, as `optim.<parameter>.<key>`.
-
-    A tensor like the part lies where the part lies; any other tensor (a step count, a row's factors) has its own shape
-    and is the same wherever the parameter is, and a number becomes a tensor. Raises `CheckpointError` for what is neither.
-    """
-    found: Pieces = {}
-    for view, piece in held:
-        state = optimizer.state.get(view, {})
-        for key, value in state.items():
-            if value is None:
-                continue
-            name = f"optim.{piece.name}.{key}"
-            if isinstance(value, Tensor):
-                if not value.is_contiguous():
-                    value = state[key] = value.contiguous()
-                if value.dim() and value.shape == view.shape:
-                    found.setdefault(name, []).append(Piece(piece.name, piece.shape, piece.start, value.view(-1)))
-                else:
-                    found.setdefault(name, [Piece(piece.name, value.shape, 0, value.view(-1))])
-            elif isinstance(value, (bool, int, float)):
-                dtype = torch.float64 if isinstance(value, float) else torch.int64
-                found.setdefault(name, [Piece(piece.name, torch.Size([]), 0, torch.tensor([value], dtype=dtype))])
-            else:
-                kind, cls = type(value).__name__, type(optimizer).__name__
-                raise CheckpointError(
-                    f"optimizer {cls} keeps a {kind} as '{key}' for parameter '{piece.name}'; a checkpoint holds tensors "
-                    "and numbers. Keep it as one of these, or outside of `state`"
-                )
-    return found
-
-
-def restore_state(optimizer: torch.optim.Optimizer, held: Iterable[Held], loaded: Pieces, without: set[str]) -> None:
-    """Finishes what loading `loaded` in place has begun: several parts of one parameter share what is not cut, numbers
-    are numbers again, and parameters in `without` (no gradient before the save) have no state."""
-    for view, piece in held:
-        if piece.name in without:
-            optimizer.state.pop(view, None)
-            continue
-        state = optimizer.state.get(view, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not (value.dim() and value.shape == view.shape):
-                value.copy_(loaded[f"optim.{piece.name}.{key}"][0].data.view(value.shape))
-            elif isinstance(value, (bool, int, float)):
-                state[key] = type(value)(loaded[f"optim.{piece.name}.{key}"][0].data.item())
 
 
 # fp32 tensors of the parameter's size that torch's optimizers keep; options of the group decide where a range is given.

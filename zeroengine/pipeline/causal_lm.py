@@ -99,6 +99,7 @@ class PipelinedCausalLM(PipelineModule):
                 owners.setdefault(p, []).append(s)
         shared = [(n, p) for n, p in model.named_parameters() if len(owners.get(p, ())) > 1]
         self.tied = nn.Module()
+        self._name_of_tie: dict[str, str] = {}
         ties = []
         for name, p in shared:
             key = name.replace(".", "_")
@@ -106,6 +107,7 @@ class PipelinedCausalLM(PipelineModule):
                 holder = nn.Module()
                 holder.register_parameter("weight", p if isinstance(p, nn.Parameter) else None)
                 self.tied.add_module(key, holder)
+            self._name_of_tie[f"tied.{key}.weight"] = name
             ties.append(Tie(key, (f"tied.{key}.weight",), tuple(owners[p])))
         kept = {p for s in self.local_stages for p in stages[s].module.parameters()}
         used = {m for s in self.local_stages for m in stages[s].module.modules()}
@@ -127,6 +129,10 @@ class PipelinedCausalLM(PipelineModule):
         for (skeleton,) in self._skeletons.values():
             skeleton.module.train(mode)
         return self
+
+    def saved_name(self, name: str) -> str:
+        """The model's own name of a tied weight, so that checkpoints are those of the model that is not cut."""
+        return self._name_of_tie.get(name, name)
 
     def part_of(self, name: str) -> str:
         if name.startswith("tied."):

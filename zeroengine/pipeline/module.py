@@ -97,6 +97,10 @@ class PipelineModule(nn.Module):
         """Whether a state_dict lists tied weights under the names of their ties as well."""
         return True
 
+    def saved_name(self, name: str) -> str:
+        """The name in a checkpoint: it must not depend on where the model is cut. Every rank knows it for all tied weights."""
+        return name
+
     def part_of(self, name: str) -> str:
         """What a parameter is reduced with: its stage, or its tie."""
         pieces = name.split(".")

@@ -1,0 +1,111 @@
+"""Saving while training goes on: a copy of what this rank writes, and a thread that writes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zeroengine.checkpoint.ranks import Ranks, describe
+from zeroengine.checkpoint.saving import Saver
+from zeroengine.errors import CheckpointError
+from zeroengine.logging import logger
+from zeroengine.zero.layout import Piece
+
+_ALIGN = 64  # bytes between staged pieces, a cache line
+
+
+class BackgroundSaver:
+    """Saves one checkpoint at a time in a thread of its own, over a process group of its own.
+
+    The thread is no daemon: a process that ends waits for its save. An error is logged where it happens, and raised by the
+    next `wait` or `start`.
+    """
+
+    def __init__(self) -> None:
+        self._group: ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._doing = ""
+        self._error: BaseException | None = None
+
+    def start(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Sequence[Piece]],
+        replicated: Mapping[str, Any],
+        per_rank: Mapping[str, Any],
+        *,
+        latest: bool = True,
+        keep_last: int | None = None,
+    ) -> None:
+        """Copies `tensors` to host memory and returns; the rest is `zeroengine.checkpoint.save` over the default group's ranks.
+        Collective. Waits for the save before. Raises CheckpointError on all ranks if the values cannot be saved."""
+        self.wait()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if self._group is None and world > 1:
+            self._group = dist.new_group(backend="gloo")
+        saver = Saver(Path(folder), Ranks(self._group, rank, world), latest=latest, keep_last=keep_last)
+        saver.prepare(staged(tensors), replicated, per_rank)
+        self._doing = saver.doing
+        self._thread = threading.Thread(target=self._run, args=(saver,), name=f"zeroengine {saver.doing}", daemon=False)
+        self._thread.start()
+
+    def _run(self, saver: Saver) -> None:
+        try:
+            saver.run()
+        except BaseException as exc:  # handed to the training thread
+            self._error = exc
+            logger.error("in the background: %s", describe(exc))
+
+    @property
+    def busy(self) -> bool:
+        """A save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the save under way is complete. Raises its error, once."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(f"a save in the background failed: {error}") from error
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits and gives the process group back. Collective."""
+        try:
+            self.wait()
+        finally:
+            group, self._group = self._group, None
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+def staged(tensors: Mapping[str, Sequence[Piece]]) -> dict[str, list[Piece]]:
+    """Copies of the pieces in one block of host memory, pinned where they come from a device."""
+    pieces = [piece for parts in tensors.values() for piece in parts]
+    places, size = [], 0
+    for piece in pieces:
+        places.append(size)
+        size += -(-piece.data.nbytes // _ALIGN) * _ALIGN
+    devices = {piece.data.device for piece in pieces if piece.data.device.type != "cpu"}
+    block = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
+    at = iter(places)
+    copies: dict[str, list[Piece]] = {}
+    for key, parts in tensors.items():
+        copies[key] = []
+        for piece in parts:
+            start = next(at)
+            target = block[start : start + piece.data.nbytes].view(piece.data.dtype)
+            target.copy_(piece.data.detach(), non_blocking=True)
+            copies[key].append(Piece(piece.name, piece.shape, piece.start, target, piece.part))
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return copies
