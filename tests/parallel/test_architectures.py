@@ -62,8 +62,6 @@ DATA: Runs = {  # two groups of two ranks with different batches
     "ring2 x dp2": ("llama", sequence("ring", 2, 3)),
     "ring2 x replicas": ("packed", sequence("ring", 2, 3, mesh={"dp_replicate": 2})),
     "tp2 x dp2": ("qwen", tensor(2, 3)),
-    "tp2 x ep2": ("mixtral", tensor(2, 1, mesh={"ep": 2})),
-    "ulysses2 x ep2": ("mixtral", sequence("ulysses", 2, 3, mesh={"ep": 2})),
     "tp2+sp x replicas": ("llama", tensor(2, 1, True, mesh={"dp_replicate": 2})),
 }
 
