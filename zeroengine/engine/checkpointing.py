@@ -102,11 +102,12 @@ class CheckpointMethods:
     def _follow_edits(self) -> None:
         """Masters follow what was written into parameters. Collective. What lives on a disk is stored again by this, so it comes
         before all is exposed for reading, where ranks also hear of each other's disks."""
-        placement = self.mechanism.placement
+        placement, optimizer = self.mechanism.placement, self.mechanism.optimizer
         placement.check_here()
-        if self.mechanism.optimizer is not None:
+        if optimizer is not None:
+            optimizer.check_untorn()
             with placement.faults.kept():
-                self.mechanism.optimizer.follow_edits()
+                optimizer.follow_edits()
 
     def _held_pieces(self, exclude_frozen: bool) -> Pieces:
         """What this rank writes of weights, masters and optimizer state."""
