@@ -147,6 +147,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 harness.say(str(reason))
                 continue
             rounds.setdefault(system, []).append({key: max(a[key] for a in answers) for key in ("step", "resident", "peak", "loss")})
+        harness.say(render({"rounds": rounds}))
     return {"machine": facts, "sizes": sizes, "rounds": rounds, "missing": missing}
 
 

@@ -6,11 +6,8 @@
 A token is a byte. No line of the model knows that a rank holds a part of the tokens only: `mesh.cp` in the configuration
 cuts the batches, exchanges the attention and averages the loss. Every rank prints the largest memory that its training took.
 
-`--memory-limit 100` gives every rank 100 MiB for training, beside libraries and the model. One process ends at a length that two
-manage (Linux):
-
-    zerorun --nproc 1 examples/long_context.py --tokens 4096 --memory-limit 100
-    zerorun --nproc 2 examples/long_context.py --tokens 4096 --memory-limit 100
+`--memory-limit 100` gives every rank 100 MiB for training, beside libraries and the model (Linux). What does not fit ends the run
+with an error that says so.
 """
 
 from __future__ import annotations

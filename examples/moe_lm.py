@@ -89,6 +89,7 @@ def parse_args() -> argparse.Namespace:
     add("--k", type=int, default=2, help="experts of a token (default %(default)s)")
     add("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="ZeRO stage (default %(default)s)")
     add("--bytes", type=int, default=2_000_000, help="text to train on (default %(default)s)")
+    add("--bias-speed", type=float, default=0.005, help="step of the balancing bias (default %(default)s)")
     add("--copies", action="store_true", help="copy busy experts so that all ranks compute alike")
     add("--plot", type=Path, help="draw the loads here (needs matplotlib)")
     args = parser.parse_args()
@@ -167,7 +168,7 @@ def main() -> None:
     if args.experts % ranks:
         raise SystemExit(f"--experts {args.experts}: must be a multiple of the {ranks} ranks")
     torch.manual_seed(0)
-    rule = RouterRule(k=args.k, score="sigmoid", normalize=True, bias_speed=0.01, aux_weight=0.0, z_weight=1e-3)
+    rule = RouterRule(k=args.k, score="sigmoid", normalize=True, bias_speed=args.bias_speed, aux_weight=0.0, z_weight=1e-3)
     model = Model(args.layers, args.width, args.length, args.experts, rule)
     engine, *_ = zeroengine.initialize(model=model, config=settings(args, ranks))
     text, generator = library_text(args.bytes), torch.Generator().manual_seed(rank)

@@ -51,7 +51,7 @@ def _save(directory: Path, tag: str, value: float) -> None:
 
 def _kill_at_random(rank: int, world: int, parent: str) -> list[str]:
     """50 saves of a few MB, each in a process that another one kills at a random moment."""
-    problems, last, left = [], 0.0, []
+    problems, last, left = [], -1.0, []  # -1: nothing is there yet
     directory, draw = Path(parent) / "random", random.Random(5)
     size, longest = 400_000, 0.05
 

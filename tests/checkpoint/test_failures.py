@@ -17,9 +17,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.common import ALONE, group, start, tiny, value_of
 from tests.ranks import run_ranks
-from zeroengine.checkpoint import agree, find_checkpoint, load, save
-from zeroengine.comm import Fabric, init_distributed
-from zeroengine.comm.local import LocalCommunicator
+from zeroengine.checkpoint import find_checkpoint, load, save
 from zeroengine.errors import CheckpointError
 from zeroengine.zero.layout import Piece
 
@@ -213,32 +211,3 @@ def test_a_pointer_that_cannot_move(tmp_path: Path) -> None:
     held = tiny(0)
     load(tmp_path / "a", held, **ALONE)
     assert value_of(held) == 1
-
-
-def _agree(rank: int, world: int) -> list[str]:
-    init_distributed()
-    control = Fabric(timeout=20).communicator("control", control=True)
-
-    def fail() -> None:
-        if rank == 1:
-            raise PermissionError(13, "Permission denied", "/x")
-
-    found = [str(agree(lambda: rank, "counting", control))]
-    try:
-        agree(fail, "writing /x", control)
-    except CheckpointError as exc:
-        found.append(str(exc))
-    return found
-
-
-def test_agreement_over_the_engines_communicator() -> None:
-    for rank, (value, error) in enumerate(run_ranks(_agree, 2, timeout=60)):
-        assert value == str(rank)
-        assert "writing /x failed on rank 1: PermissionError" in error and "make the folder accessible" in error
-
-
-def test_agreement_of_one() -> None:
-    control = LocalCommunicator("control")
-    assert agree(lambda: 7, "counting", control) == 7
-    with pytest.raises(CheckpointError, match="dividing failed on rank 0: ZeroDivisionError"):
-        agree(lambda: 1 // 0, "dividing", control)

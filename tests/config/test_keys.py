@@ -90,7 +90,7 @@ ON = {
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
     "quantize_training": {"quantize_bits": {"start_bits": 12}}, "eigenvalue": {"enabled": True},
     "progressive_layer_drop": {"enabled": True}, "curriculum_learning": {"enabled": True},
-    "data_efficiency": {"enabled": True}, "elasticity": {"enabled": True}, "sequence_parallel_size": 2,
+    "data_efficiency": {"enabled": True}, "sequence_parallel_size": 2,
     "torch_autocast": {"enabled": True},
     "zero_optimization": {"zero_quantized_gradients": True}, "bf16": {"bf16_optimizer_states": True},
     "fp16": {"fp16_master_weights_and_grads": True}, "managed_gradient_accumulation": False,

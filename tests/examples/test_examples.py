@@ -304,5 +304,5 @@ def test_an_unmodified_trainer_script_learns_under_zero3(tiny_model: Path, pairs
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     before, after = losses(done.stdout)
-    assert after < 0.95 * before, done.stdout
+    assert after < (0.97 if lora else 0.95) * before, done.stdout  # an adapter alone changes a random model little
     assert (tmp_path / ("adapter_model.safetensors" if lora else "model.safetensors")).stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""`examples/long_context.py` on tiny settings: ranks that share sequences learn what one process learns, in less memory."""
+"""`examples/long_context.py` on tiny settings: ranks that share sequences learn what one process learns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.examples.launch import run_example, start_example
 pytestmark = pytest.mark.ranks
 
 TINY = ("--width", 32, "--layers", 1)
-LONG = ("--tokens", 4096, "--steps", 1, "--width", 64, "--layers", 2, "--memory-limit", 45)
 
 
 def losses(out: str) -> list[float]:
@@ -22,15 +21,9 @@ def losses(out: str) -> list[float]:
 def test_two_ranks_learn_what_one_learns(attention: str) -> None:
     options = (*TINY, "--tokens", 251, "--steps", 3, "--attention", attention)
     alone, shared = run_example("long_context.py", *options, ranks=1), run_example("long_context.py", *options)
-    assert len(losses(alone)) == 3 and losses(alone)[0] > losses(alone)[2]
+    assert len(losses(alone)) == 3
     assert losses(shared) == pytest.approx(losses(alone), abs=1.1e-4)  # four digits are printed
     assert "251 of 251 tokens" in alone and "126 of 251 tokens" in shared
-
-
-def test_two_ranks_hold_what_one_cannot() -> None:
-    alone = start_example("long_context.py", *LONG, ranks=1)[0]
-    assert alone.code == 1 and "4096 tokens on 1 rank(s) do not fit into 45 MiB" in alone.err
-    assert len(losses(run_example("long_context.py", *LONG))) == 1
 
 
 def test_impossible_arguments_are_refused() -> None:

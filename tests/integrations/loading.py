@@ -55,7 +55,7 @@ def load_before_everything(rank: int, world: int, pretrained: str, folder: str) 
     result["losses"] = losses_of(trainer)
     result["state_dict"] = refuses(lambda: torch.save(trainer.model.state_dict(), Path(folder) / f"inner{rank}.bin"))
     result["save_pretrained"] = refuses(lambda: trainer.model.save_pretrained(Path(folder) / f"inner{rank}"))
-    result["resize"] = refuses(lambda: trainer.model.resize_token_embeddings(80))
+    result["resize"] = refuses(lambda: step_after_resizing(trainer))
     trainer.accelerator.free_memory(trainer.model_wrapped)
     result["evaluated_first"] = trainer_evaluates(pretrained, folder)
     told = zero3()  # the arguments since then were told something of their own
@@ -64,6 +64,15 @@ def load_before_everything(rank: int, world: int, pretrained: str, folder: str) 
     result["from_config"] = (is_cut(fresh), {n: v.std().item() for n, v in whole(fresh).items()}, whole(fresh))
     del told
     return result
+
+
+def step_after_resizing(trainer: Any) -> None:
+    """The new table is not what the engine trains."""
+    trainer.model.resize_token_embeddings(80)
+    ids = Sentences(2).ids
+    engine = trainer.model_wrapped
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
 
 
 def trainer_evaluates(pretrained: str, folder: str) -> float:

@@ -380,6 +380,21 @@ def refusals(folder: Path) -> None:
         refused(lambda n=name: importlib.import_module(f"deepspeed.{n}"), ModuleNotFoundError, name.split(".")[0])
 
 
+@row("`engine.offload_states(include=…, device=…)`, `engine.reload_states()`")
+def parking(folder: Path) -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+    with engine() as one:
+        expected = [step(one, s) for s in range(3)]
+    with engine() as made:
+        got = [step(made, s) for s in range(2)]
+        kinds = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params]
+        made.offload_states(include=kinds, device=OffloadDeviceEnum.nvme, nvme_path=str(folder))
+        refused(lambda: step(made, 2), ZeroEngineError, "reload_states")
+        made.reload_states()
+        assert [*got, step(made, 2)] == expected
+
+
 @row("an unknown or misspelt key (ignored in DeepSpeed)", "keys of the configuration")
 def keys(folder: Path) -> None:
     import deepspeed

@@ -14,6 +14,8 @@ TEXT = (Path(__file__).parent.parent.parent / "docs" / "migration.md").read_text
 # Rows whose test is another file of this folder, or of the part that they are about.
 ELSEWHERE = {
     "`deepspeed.pipe.PipelineModule`, `LayerSpec`, `TiedLayerSpec`",
+    "`deepspeed.moe.layer.MoE`, `deepspeed.moe.utils`",
+    "`deepspeed.sequence.layer.DistributedAttention`",
     "`deepspeed --num_gpus 8 train.py`",
     "`TrainingArguments(deepspeed=…)`, \"auto\"",
     "`accelerate launch --use_deepspeed`",

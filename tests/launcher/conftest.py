@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import Launches
+from tests.launcher.netlab import Lab, lab, missing
 
 
 @pytest.fixture
@@ -15,3 +16,12 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     for job in started.jobs:
         job.kill_all()
         job.process.wait(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts with an sshd each."""
+    if reason := missing():
+        pytest.skip(reason)
+    with lab(tmp_path_factory.mktemp("hosts"), 3) as made:
+        yield made

@@ -124,12 +124,17 @@ def test_a_killed_launcher_leaves_no_process(launches: Launches, ignored: bool) 
 
 
 def agent_of(job: Job) -> int:
-    (agent,) = psutil.Process(job.process.pid).children()
+    (agent,) = psutil.Process(node_of(job)).children()
     return int(agent.pid)
 
 
-def test_launcher_and_agent_killed_together_leave_no_rank(launches: Launches) -> None:
-    """The kernel ends the ranks: nobody else is left who could."""
+def node_of(job: Job) -> int:
+    (node,) = psutil.Process(job.process.pid).children()
+    return int(node.pid)
+
+
+def test_launcher_node_and_agent_killed_together_leave_no_rank(launches: Launches) -> None:
+    """The kernel ends the ranks: nobody else is left who could, but for the node between the two, which is stopped."""
     script = """
         import os, pathlib, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -138,10 +143,12 @@ def test_launcher_and_agent_killed_together_leave_no_rank(launches: Launches) ->
     """
     job = launches.start("--nproc", "2", launches.script(script))
     launches.wait_for("ready-0", "ready-1")
-    agent = agent_of(job)
-    os.kill(agent, signal.SIGSTOP)
+    node, agent = node_of(job), agent_of(job)
+    for pid in (node, agent):
+        os.kill(pid, signal.SIGSTOP)
     job.process.kill()
-    os.kill(agent, signal.SIGKILL)
+    for pid in (node, agent):
+        os.kill(pid, signal.SIGKILL)
     assert not job.wait_gone(10)
 
 
@@ -151,6 +158,15 @@ def test_a_killed_agent_leaves_no_process(launches: Launches) -> None:
     os.kill(agent_of(job), signal.SIGKILL)
     assert job.finish(10) == 137
     assert "the agent" in job.err and "SIGKILL" in job.err
+    assert not job.alive()
+
+
+def test_a_killed_node_leaves_no_process(launches: Launches) -> None:
+    job = launches.start("--nproc", "2", with_grandchild(launches))
+    launches.wait_for("ready-0", "ready-1")
+    os.kill(node_of(job), signal.SIGKILL)
+    assert job.finish(10) == 1
+    assert "is lost: its node ended" in job.err
     assert not job.alive()
 
 

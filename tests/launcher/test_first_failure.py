@@ -45,8 +45,8 @@ def test_ranks_that_were_stopped_are_no_cause() -> None:
 
 
 def test_report_and_aftermath() -> None:
-    first = RankEnd(3, 13, -signal.SIGKILL, 1.0)
-    assert report(first, "node7").startswith("rank 3 failed first (host node7, pid 13, killed by SIGKILL). ")
+    first = RankEnd(3, 13, -signal.SIGKILL, 1.0, host="node7")
+    assert report(first).startswith("rank 3 failed first (host node7, pid 13, killed by SIGKILL). ")
     others = [
         first,
         RankEnd(0, 10, 1, 2.0, error(2.0, title="RankError: rank 3 died")),

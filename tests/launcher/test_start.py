@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.jobs import ZERORUN, Launches
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import machine, options
-from zeroengine.launcher.agent import launch
+from zeroengine.launcher.agent import too_many_ranks
 from zeroengine.launcher.cli import Command, main
 from zeroengine.launcher.plan import Plan
 
@@ -183,20 +183,20 @@ def test_number_of_ranks_from_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "script.py").write_text("")
     script = str(tmp_path / "script.py")
     monkeypatch.setattr(machine, "gpu_count", lambda: 4)
-    assert options.parse([script])[0].nproc == options.parse(["--nproc", "gpu", script])[0].nproc == 4
+    assert options.parse([script]).plan.nproc == options.parse(["--nproc", "gpu", script]).plan.nproc == 4
     monkeypatch.setattr(machine, "gpu_count", lambda: 0)
-    assert options.parse([script])[0].nproc == 1
+    assert options.parse([script]).plan.nproc == 1
     with pytest.raises(ZeroEngineError, match="torch sees no GPU"):
         options.parse(["--nproc", "gpu", script])
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    result = launch(Plan(2, "script", "job.py"), str(tmp_path), "job")
-    assert result["status"] == "usage" and "--nproc 2, but torch sees 1 GPU here" in result["message"]
+    assert "--nproc 2, but torch sees 1 GPU here" in (too_many_ranks(Plan(2, "script", "job.py")) or "")
+    assert too_many_ranks(Plan(1, "script", "job.py")) is None
 
 
 def test_a_plan_survives_its_file() -> None:

@@ -124,7 +124,7 @@ def test_tokens_in_eight_bits() -> None:
     fp8 = run_ranks(_bytes, 2, "fp8", timeout=60)
     for a, b in zip(same, fp8, strict=True):
         assert float((a["out"] - b["out"]).abs().max()) <= 0.1 * float(a["out"].abs().max())
-        assert float((a["out"] - b["out"]).square().mean().sqrt()) <= 0.03 * float(a["out"].square().mean().sqrt())
+        assert float((a["out"] - b["out"]).square().mean().sqrt()) <= 0.05 * float(a["out"].square().mean().sqrt())
         assert not torch.equal(a["out"], b["out"])
     rows = 2 * 2 * TOKENS - sum(r["local"] for r in fp8)
     assert sum(r["bytes"] for r in fp8) == rows * (HIDDEN + 4 + 3 * 2 * HIDDEN)

@@ -218,7 +218,11 @@ def test_a_write_that_failed_keeps_the_values(store: DiskStore, monkeypatch: pyt
     with pytest.raises(OffloadError, match="cannot store a tensor .*free some space"):
         store.flush()
     assert record.state is State.KEPT
+    with pytest.raises(OffloadError, match="cannot store"), store.exposed(write=True):
+        pass
     store.file = good
+    with store.exposed(write=False):
+        assert torch.equal(tensor, wanted)
     with at_hand(record, changed=False):  # and it is written again
         assert torch.equal(tensor, wanted)
     store.flush()

@@ -7,7 +7,7 @@ from zeroengine.checkpoint.folder import LATEST, complete_tags, write_latest
 from zeroengine.checkpoint.loading import Comparison, Loaded, find_checkpoint, load, read_index
 from zeroengine.checkpoint.model_folder import ModelFolder, parse_size
 from zeroengine.checkpoint.offline import SavedCheckpoint, export_weights
-from zeroengine.checkpoint.ranks import Ranks, agree
+from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.checkpoint.rectangles import rectangles
 from zeroengine.checkpoint.saving import save
 from zeroengine.checkpoint.sharded import ShardedTensorView
@@ -23,7 +23,6 @@ __all__ = [
     "Ranks",
     "SavedCheckpoint",
     "ShardedTensorView",
-    "agree",
     "complete_tags",
     "export_weights",
     "find_checkpoint",

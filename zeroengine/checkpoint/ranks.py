@@ -8,17 +8,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
-from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import CheckpointError, RankError, ZeroEngineError
 
 T = TypeVar("T")
-
-_LONGEST = 4000  # bytes of an error's text that travel to the other ranks
 
 _REMEDIES = {
     errno.ENOSPC: "free some space there or choose another folder",
@@ -111,30 +107,6 @@ class Ranks:
             f"rank {self.rank} on {socket.gethostname()}: {doing}: another rank died, stopped or left the group "
             f"({str(exc).splitlines()[0] if str(exc) else type(exc).__name__}); see the first error of the other ranks"
         )
-
-
-def agree(work: Callable[[], T], doing: str, control: Communicator) -> T:
-    """Runs `work` on every rank of `control` and returns this rank's result. Collective.
-
-    If it raises anywhere, every rank raises CheckpointError with the texts of all that failed; see `Ranks.phase`.
-    Unlike there, results are not exchanged, and the agreement goes through a communicator of the engine.
-    """
-    result, raised = _attempt(work)
-    text = b"" if raised is None else describe(raised).encode("utf-8")[:_LONGEST]
-    lengths = control.exchange(torch.tensor([len(text)]), doing).flatten().tolist()
-    if max(lengths) == 0:
-        return result  # type: ignore[return-value]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = control.exchange(padded, f"{doing}: errors").tolist()
-    if raised is not None and not isinstance(raised, Exception):
-        raise raised
-    told = {
-        rank: bytes(row[:length]).decode("utf-8", "replace")
-        for rank, row, length in zip(control.ranks, rows, lengths, strict=True)
-        if length
-    }
-    raise failure(doing, told, control.size) from raised
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:

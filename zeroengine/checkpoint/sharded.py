@@ -60,7 +60,8 @@ class ShardedTensorView(Tensor):
                 box = _alias(piece.data, at, sizes)
                 for there, held in [(offsets, box)] if piece.part is None else place(piece.part, piece.shape, offsets, box):
                     boxes[there] = Box(there, held)
-        return ShardedTensorView(head.whole_shape, head.data.dtype, head.data.device, list(boxes.values()))
+        shape = head.shape if head.part is None else head.part.whole_shape(head.shape)
+        return ShardedTensorView(shape, head.data.dtype, head.data.device, list(boxes.values()))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)

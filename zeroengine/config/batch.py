@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from zeroengine.config.elastic import ElasticitySection, sizes_for
 from zeroengine.errors import ConfigError
 
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -22,6 +23,8 @@ class BatchKeys(Protocol):
     def gradient_accumulation_steps(self) -> int | None: ...
     @property
     def undetermined(self) -> tuple[str, ...]: ...
+    @property
+    def elasticity(self) -> ElasticitySection: ...
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,14 @@ def resolve_batch(config: BatchKeys, dp_world_size: int) -> BatchSizes:
     """The three sizes for `dp_world_size` ranks that read different data (a tensor, sequence or pipeline group counts
     once).
 
-    With two keys given the third follows; with one of the two sizes alone, accumulation is 1. Raises `ConfigError`
+    With two keys given the third follows; with one of the two sizes alone, accumulation is 1; with `elasticity` switched on
+    all three follow from it. Raises `ConfigError`
     with the arithmetic if the sizes do not divide or do not agree, or if neither size is given.
     """
     if dp_world_size < 1:
         raise ConfigError(f"the number of data-parallel ranks is at least 1, not {dp_world_size}")
+    if config.elasticity.enabled:
+        return BatchSizes(*sizes_for(config.elasticity, dp_world_size))
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     steps = config.gradient_accumulation_steps
     ranks = f"{dp_world_size} data-parallel rank{'s' * (dp_world_size > 1)}"

@@ -14,6 +14,7 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 from zeroengine.config.auto import fill
 from zeroengine.config.batch import BatchSizes, resolve_batch
 from zeroengine.config.canonical import Canonical, Problem, canonical
+from zeroengine.config.elastic import ElasticitySection, solve
 from zeroengine.config.keys import KeyTable
 from zeroengine.config.names import RefusedValue
 from zeroengine.config.sections import (
@@ -88,6 +89,9 @@ class Config(Section):
     sequence_parallel: SequenceParallelSection = key(
         None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection
     )
+    elasticity: ElasticitySection = key(
+        None, "One batch for many numbers of ranks.", factory=ElasticitySection
+    )
     health: HealthSection = key(None, "Waiting for other ranks.", ours=True, factory=HealthSection)
     activation_checkpointing: ActivationCheckpointingSection = key(
         None, "DeepSpeed's checkpointing function.", factory=ActivationCheckpointingSection
@@ -108,6 +112,18 @@ class Config(Section):
     def _one_precision(self) -> Config:
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("`fp16.enabled` and `bf16.enabled` are both true; switch one of them off")
+        return self
+
+    @model_validator(mode="after")
+    def _one_batch(self) -> Config:
+        if not self.elasticity.enabled or self.elasticity.ignore_non_elastic_batch_info:
+            return self
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` is given beside `elasticity`, which chooses it; remove one of the two, or set "
+                    "`elasticity.ignore_non_elastic_batch_info` to true"
+                )
         return self
 
     @classmethod
@@ -166,6 +182,13 @@ class Config(Section):
                 f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}"
             )
         return size
+
+    def world_sizes(self) -> tuple[int, ...] | None:
+        """Numbers of ranks that `elasticity` admits; None where it is off, and any will do that the batch keys divide by."""
+        if not self.elasticity.enabled:
+            return None
+        apart = self.mesh.pp * self.mesh.cp * self.mesh.tp
+        return tuple(n * apart for n in solve(self.elasticity)[1])
 
     def to_dict(self, batch: BatchSizes | None = None) -> dict[str, Any]:
         """What the user wrote, with every "auto" filled, as a new dict. With `batch` the three batch keys are in it."""

@@ -135,7 +135,6 @@ FOREIGN: tuple[Foreign, ...] = (
         "it changes the batches and the layers; build it into the data loader and the model",
     ),
     _refused("dynamic_train", "Early form of `data_efficiency`.", _CHANGED + "; remove it", asks=switched_on_below),
-    _refused("elasticity", "Batch size that follows the number of ranks.", "it changes the batch; give the batch keys"),
     _refused("expert_parallel", "Experts found and split automatically.", "write `mesh.ep`"),
     _refused("pipeline", "Settings of the pipeline.", "write `mesh.pp`", asks=always),
     _refused(

@@ -373,16 +373,16 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         if self._destroyed:
             return
         self._destroyed = True
-        self.reload_states()
         self._end_background_saves()
+        self.reload_states()
         self._begin_hook.remove()
         self.mechanism.remove()
-        if self.experts is not None:
-            self.experts.remove()
         if self.sequences is not None:
             self.sequences.remove(self.module)
         if self.layers is not None:
             self.layers.remove(self.module)
+        if self.experts is not None:  # last, as it was put on: other ranks' experts come back as copies of whole ones
+            self.experts.remove()
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:

@@ -15,6 +15,7 @@ from zeroengine.checkpoint.deepspeed import MASTER, WEIGHT, DeepSpeedCheckpoint,
 from zeroengine.engine import pieces as state
 from zeroengine.engine.loadplan import Index, LoadPlan, Verdict, class_name, plan_load
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
@@ -33,7 +34,7 @@ def load_deepspeed(
     moments: Pieces = {}
     if with_state and optimizer is not None:
         made = state.make_state(optimizer)
-        moments = state.optimizer_pieces(optimizer)
+        moments = place_parts(state.optimizer_pieces(optimizer), module)
     try:
         reader = _Reader(folder, module, mechanism, state.under_names(moments, saved_name), saved_name)
         surveys = ranks.phase(f"reading {folder}", reader.survey)
@@ -93,9 +94,9 @@ class _Reader:
         self.index.update({f"optim.{name}.step": (torch.Size(()), torch.float32) for name in self.source.steps})
         self.plan = plan_load(self.module, self.mechanism, self.index, self.saved_name)
         wrong = [
-            f"{key} has shape {tuple(self.index[key][0])} in the checkpoint and {tuple(parts[0].whole_shape)} here"
+            f"{key} has shape {tuple(self.index[key][0])} in the checkpoint and {_whole(parts[0])} here"
             for key, parts in self.plan.wanted.items()
-            if parts and key in self.index and tuple(self.index[key][0]) != tuple(parts[0].whole_shape)
+            if parts and key in self.index and tuple(self.index[key][0]) != _whole(parts[0])
         ]
         if wrong:
             raise CheckpointError(f"{self.folder} does not fit the model: {'; '.join(wrong[:5])}")
@@ -139,11 +140,16 @@ class _Reader:
         }
 
 
+def _whole(piece: Piece) -> tuple[int, ...]:
+    """Shape of the tensor that the checkpoint has."""
+    return tuple(piece.shape if piece.part is None else piece.part.whole_shape(piece.shape))
+
+
 def _copy(stored: Stored, parts: list[Piece]) -> None:
     for piece in parts:
         if piece.part is None:
             stored.copy(piece.start, piece.data)
             continue
-        whole = torch.empty(stored.shape, dtype=piece.data.dtype)
+        whole = torch.empty(_whole(piece), dtype=piece.data.dtype)  # one parameter at a time
         stored.copy(0, whole.view(-1))
         piece.data.copy_(piece.part.cut(whole).view(-1)[piece.start : piece.start + piece.data.numel()])

@@ -125,11 +125,11 @@ def _initialize(
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
             _check_memory(model, mechanism)
     except Exception:
-        if experts is not None:
-            experts.remove()
         for shared in (sequences, layers):
             if shared is not None:
                 shared.remove(model)
+        if experts is not None:
+            experts.remove()
         raise
     scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
     loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)

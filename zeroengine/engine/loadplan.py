@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from zeroengine.checkpoint import Comparison
 from zeroengine.engine import pieces as state
 from zeroengine.engine.mechanism import Mechanism
+from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
@@ -58,7 +59,7 @@ def plan_load(module: nn.Module, mechanism: Mechanism, index: Index, saved_name:
     for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
         if master.separate:
             separate |= {spec.name for spec in master.bucket.layout.specs}
-            after.append(partial(master.settle, written=False))
+            after.append(functools.partial(master.settle, written=False))
     for key, parts in (state.master_pieces(mechanism.optimizer) if mechanism.optimizer is not None else {}).items():
         wanted[source(key.removeprefix("master."), wide=True)] = parts
     widths = {spec.name: b.dtype.itemsize for b in mechanism.buckets for spec in b.layout.specs}
@@ -73,7 +74,7 @@ def plan_load(module: nn.Module, mechanism: Mechanism, index: Index, saved_name:
             flat = wanted[source(name, wide=False)][0].data
             after.append(lambda b=b, flat=flat: b.copy_(flat.view(b.shape)))  # type: ignore[misc]
     frozen = frozenset(f"model.{saved_name(n)}" for n, p in module.named_parameters() if not p.requires_grad)
-    return LoadPlan(wanted, frozen, tuple(after))
+    return LoadPlan(place_parts(wanted, module), frozen, tuple(after))
 
 
 class Verdict:

@@ -21,6 +21,7 @@ from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import plan_for
 from zeroengine.zero.edits import digest
 from zeroengine.zero.held import claim
+from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
 
@@ -81,6 +82,17 @@ def check_plain(model: nn.Module) -> None:
                 f"parameter '{name}' is a DTensor (placements {p.placements}): it was distributed before zeroengine.initialize; "
                 "give the model as one process has it, and set `mesh.tp` in the config"
             )
+
+
+def place_parts(pieces: dict[str, list[Piece]], model: nn.Module) -> dict[str, list[Piece]]:
+    """Tells the pieces of tensor-parallel parameters, and of what an optimizer keeps for them, where in the whole they lie: that
+    is what a checkpoint saves and loads, at any degree. Returns `pieces`."""
+    parts = {name: (p.shape, shard) for name, p in model.named_parameters() if (shard := tensor_shard(p)) is not None}
+    for piece in (piece for each in pieces.values() for piece in each) if parts else ():
+        shape, shard = parts.get(piece.name, (None, None))
+        if piece.shape == shape:  # else a step count, the same for all parts
+            piece.part = shard
+    return pieces
 
 
 def check_replicas(model: nn.Module, mechanism: Mechanism, tensor: Communicator) -> None:

@@ -2,8 +2,7 @@
 
 Keys: `model.<name>` (parameters and persistent buffers as the model uses them), `master.<name>` (fp32 masters of 16-bit
 parameters), `optim.<name>.<state>` (what the torch optimizer keeps for a parameter). A checkpoint made of them does not know
-stages, ranks or buckets: a part of a parameter that ranks share (layers, experts) knows its place in the whole, and every expert of a
-list has its own name.
+stages, ranks or buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from zeroengine.zero.build import Groups
 from zeroengine.zero.experts import expert_part
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.residency import slot_of
-from zeroengine.zero.tensor import TensorShard, tensor_shard
 
 Pieces = dict[str, list[Piece]]
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -31,67 +29,80 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Share:
-    """The part that this rank writes of what several ranks hold alike: together the ranks write every element once. `experts` is
-    the share of what only the ranks with the same experts hold."""
+    """The part that this rank writes of what several ranks hold alike: together the ranks write every element once."""
 
-    rank: int
-    world: int
-    replica: int
-    replicas: int
-    experts: Share | None = None
+    groups: Groups
 
     @staticmethod
     def of(groups: Groups) -> Share:
-        ranks = groups.equal or groups.control.ranks
-        experts = None if groups.experts is None else Share.of(groups.experts)
-        return Share(ranks.index(groups.rank), len(ranks), groups.replicas.rank, groups.replicas.size, experts)
+        return Share(groups)
 
-    def of_slice(self, own: slice) -> tuple[int, int]:
+    @property
+    def first(self) -> bool:
+        """This rank writes what all ranks hold and nobody divides."""
+        return self.groups.control.rank == 0
+
+    def of_slice(self, bucket: Bucket) -> tuple[int, int]:
         """Elements of this rank's slice of a bucket, which its replicas hold too."""
-        size = own.stop - own.start
-        return own.start + size * self.replica // self.replicas, own.start + size * (self.replica + 1) // self.replicas
+        own, replicas = bucket.own, self.groups.of(bucket.params[0]).replicas
+        lo, hi = _cut(own.stop - own.start, replicas.rank, replicas.size)
+        return own.start + lo, own.start + hi
 
     def of_part(self, bucket: Bucket, offset: int, start: int, size: int) -> tuple[int, int]:
         """Which of the `size` elements of a part that begins at element `start` of a parameter. `offset` is the parameter's
         place in its bucket. Where state is sharded, only this rank and its replicas hold the part; elsewhere all ranks do."""
         if bucket.policy.shard_state:
-            return size * self.replica // self.replicas, size * (self.replica + 1) // self.replicas
+            replicas = self.groups.of(bucket.params[0]).replicas
+            return _cut(size, replicas.rank, replicas.size)
         at = offset + start
-        lo, hi = self.of_slice(bucket.own)
+        lo, hi = self.of_slice(bucket)
         return min(max(lo - at, 0), size), max(min(hi - at, size), 0)
 
-    def of_whole(self, param: Tensor) -> tuple[int, int]:
-        """Elements of a parameter that no bucket cuts."""
-        mine = self.experts if self.experts is not None and expert_part(param) is not None else self
-        numel = param.numel()
-        return numel * mine.rank // mine.world, numel * (mine.rank + 1) // mine.world
+    def of_whole(self, param: nn.Parameter) -> tuple[int, int]:
+        """Elements of a parameter that every rank holds whole; of an expert, every rank that has it."""
+        group = self.groups.of(param)
+        ranks = group.equal or group.control.ranks
+        return _cut(param.numel(), ranks.index(self.groups.rank), len(ranks))
+
+
+def _cut(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    return size * rank // ranks, size * (rank + 1) // ranks
 
 
 def model_pieces(module: nn.Module, mechanism: Mechanism, *, exclude_frozen: bool = False, share: Share | None = None) -> Pieces:
-    """This rank's parts of parameters and buffers; with `share`, only those that it writes (buffers are rank 0's)."""
+    """This rank's parts of parameters and buffers; with `share`, only those that it writes (buffers are rank 0's, but for
+    those of experts that are not everywhere)."""
     found: Pieces = {}
     for bucket in mechanism.buckets:
         if exclude_frozen and not bucket.trainable:
             continue
-        lo, hi = (bucket.own.start, bucket.own.stop) if share is None else share.of_slice(bucket.own)
+        lo, hi = (bucket.own.start, bucket.own.stop) if share is None else share.of_slice(bucket)
         for spec in bucket.layout.specs:
             found[f"model.{spec.name}"] = []
         for s in bucket.layout.segments(lo, hi):
             spec, at = bucket.layout.specs[s.index], lo - bucket.own.start + s.at
             data = bucket.shard[at : at + s.end - s.start]
-            found[f"model.{spec.name}"].append(
-                Piece(spec.name, spec.shape, s.start, data, tensor_shard(bucket.params[s.index]))
-            )
+            found[f"model.{spec.name}"].append(Piece(spec.name, spec.shape, s.start, data))
     for name, p in module.named_parameters():
         if slot_of(p) is None and not (exclude_frozen and not p.requires_grad):
             flat = p.data.view(-1)
             lo, hi = (0, p.numel()) if share is None else share.of_whole(p)
-            whole = Piece(name, p.shape, lo, flat[lo:hi], tensor_shard(p))
-            found[f"model.{name}"] = [whole] if hi > lo or not p.numel() else []
+            found[f"model.{name}"] = [Piece(name, p.shape, lo, flat[lo:hi])] if hi > lo or not p.numel() else []
+    experts = _own_experts(module)
     for name, b in persistent_buffers(module):
-        mine = share is None or share.rank == 0
+        mine = share is None or share.first or name.startswith(experts)
         found[f"model.{name}"] = [Piece(name, b.shape, 0, b.detach().contiguous().view(-1))] if mine else []
     return found
+
+
+def _own_experts(module: nn.Module) -> tuple[str, ...]:
+    """Beginnings of the names in the experts of a list that not all ranks have."""
+    found = set()
+    for name, p in module.named_parameters():
+        part = expert_part(p)
+        if part is not None and not part.stacked:
+            found.add(name.removesuffix(part.place.partition(".")[2]))
+    return tuple(found)
 
 
 def master_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pieces:
@@ -100,14 +111,13 @@ def master_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Piece
     for master in optimizer.masters:
         if not master.separate:
             continue
-        places = _places(master.bucket)
-        found.update({f"master.{name}": [] for name in places})
+        offsets = {spec.name: spec.offset for spec in master.bucket.layout.specs}
+        found.update({f"master.{name}": [] for name in offsets})
         for _, piece in master.pieces():
             size = piece.data.numel()
-            bucket, offset, part = places[piece.name]
-            lo, hi = (0, size) if share is None else share.of_part(bucket, offset, piece.start, size)
+            lo, hi = (0, size) if share is None else share.of_part(master.bucket, offsets[piece.name], piece.start, size)
             if lo < hi:
-                found[f"master.{piece.name}"].append(Piece(piece.name, piece.shape, piece.start + lo, piece.data[lo:hi], part))
+                found[f"master.{piece.name}"].append(Piece(piece.name, piece.shape, piece.start + lo, piece.data[lo:hi]))
     return found
 
 
@@ -118,10 +128,10 @@ def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pi
     counts, which are the same wherever a part of it is, and the factors that a whole-matrix optimizer keeps.
     """
     found: Pieces = {}
-    places = {name: place for m in optimizer.masters for name, place in _places(m.bucket).items()}
+    buckets = {spec.name: (m.bucket, spec.offset) for m in optimizer.masters for spec in m.bucket.layout.specs}
     for view, piece in optimizer.held():
-        size, (bucket, offset, part) = view.numel(), places[piece.name]
-        lo, hi = (0, size) if share is None else share.of_part(bucket, offset, piece.start, size)
+        size, bucket = view.numel(), buckets[piece.name]
+        lo, hi = (0, size) if share is None else share.of_part(*bucket, piece.start, size)
         for key, value in optimizer.state.get(view, {}).items():
             data = _as_tensor(value, piece.name)
             if data is None:
@@ -130,7 +140,7 @@ def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pi
             if data.dim() and data.shape == view.shape:
                 if lo < hi:
                     flat = data.detach().contiguous().view(-1)[lo:hi]
-                    parts.append(Piece(piece.name, piece.shape, piece.start + lo, flat, part))
+                    parts.append(Piece(piece.name, piece.shape, piece.start + lo, flat))
             elif data.dim() and size != piece.shape.numel():
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of shape {tuple(data.shape)} for a piece of '{piece.name}' with {size} "
@@ -139,12 +149,6 @@ def optimizer_pieces(optimizer: ZeroOptimizer, share: Share | None = None) -> Pi
             elif not parts and (share is None or (piece.start + lo == 0 and lo < hi)):
                 parts.append(Piece(piece.name, data.shape, 0, data.detach().contiguous().view(-1)))
     return found
-
-
-def _places(bucket: Bucket) -> dict[str, tuple[Bucket, int, TensorShard | None]]:
-    """{name: (bucket, offset in it, which part it is of the parameter that ranks share)} of the parameters of a bucket."""
-    named = zip(bucket.layout.specs, bucket.params, strict=True)
-    return {spec.name: (bucket, spec.offset, tensor_shard(p)) for spec, p in named}
 
 
 def _as_tensor(value: Any, name: str) -> Tensor | None:

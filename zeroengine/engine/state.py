@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroengine.checkpoint import Entry, ModelFolder, Ranks, parse_size
 from zeroengine.engine.pieces import other_names, persistent_buffers
-from zeroengine.zero.experts import all_names, by_name
+from zeroengine.zero.experts import by_name, names_of
 from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import whole_shape, whole_value
 
@@ -162,10 +162,10 @@ class WeightMethods:
         def cast(t: Tensor) -> torch.dtype:
             return dtype if dtype is not None and t.is_floating_point() else t.dtype
 
-        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen}
+        params = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad or not exclude_frozen]
+        named = {each: p for n, p in params for each in names_of(p, n)}
         buffers = dict(persistent_buffers(self.module))
-        entries = [Entry(each, tuple(whole_shape(p)), cast(p)) for n, p in named.items() for each in all_names(p, n)]
-        entries += [Entry(n, tuple(b.shape), cast(b)) for n, b in buffers.items()]
+        entries = [Entry(n, tuple(whole_shape(t)), cast(t)) for n, t in {**named, **buffers}.items()]
         return entries, {other: name for other, name in other_names(self.module).items() if name in named or name in buffers}
 
     def _weight_values(self) -> Iterator[tuple[str, Tensor]]:

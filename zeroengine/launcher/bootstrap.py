@@ -33,7 +33,7 @@ _TIME_TO_EXPLAIN = 2.0  # seconds
 
 def tell(event: dict[str, object]) -> None:
     """Sends one event to the agent. Without an agent that listens there is no one to tell."""
-    event = {"rank": int(os.environ["RANK"]), "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), **event}
+    event = {"rank": int(os.environ["RANK"]), "attempt": int(os.environ["ZERORUN_ATTEMPT"]), **event}
     line = json.dumps(event).encode() + b"\n"
     try:
         pipe = os.open(os.path.join(os.environ["ZERORUN_DIR"], "events"), os.O_WRONLY | os.O_NONBLOCK)
@@ -152,8 +152,15 @@ def run(mode: str, target: str) -> int:
         return 1
 
 
+def count_attempts() -> None:
+    """Each attempt has a torch agent of its own on every host, which counts restarts from zero; programs are told of all."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["ZERORUN_ATTEMPT"]
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = os.environ["ZERORUN_MAX_RESTARTS"]
+
+
 if __name__ == "__main__":
     die_with_agent()
+    count_attempts()
     faulthandler.enable()  # a crash in native code shows where in the Python code it happened
     tell({"event": "start", "pid": os.getpid()})
     _mode, sys.argv = sys.argv[1], sys.argv[2:]

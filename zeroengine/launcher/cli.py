@@ -31,6 +31,8 @@ COMMANDS: Mapping[str, Command] = {
         "runs a program that starts ranks itself with zeroengine as its `deepspeed`: as-deepspeed accelerate launch ...",
         "zeroengine.launcher.as_deepspeed:run",
     ),
+    "check": Command("looks at the hosts of a hostfile before a job: check --hostfile FILE", "zeroengine.launcher.preflight:run"),
+    "completion": Command("prints shell completion: completion bash|zsh|fish", "zeroengine.launcher.completion:run"),
     "export": Command("writes a checkpoint's weights as model files", "zeroengine.checkpoint.commands:export"),
     "inspect": Command("says what is in a checkpoint", "zeroengine.checkpoint.commands:inspect"),
     "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,8 +14,9 @@ from zeroengine.errors import ZeroEngineError
 class Screen:
     """One place that shows lines (a terminal, a file, a pipe), shared by streams so that their lines stay whole."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, idle: Callable[[], None] | None = None) -> None:
+        """`idle` is called while the place takes nothing, such as a terminal that was stopped."""
+        self._fd, self._idle = fd, idle
         self._owner: object | None = None  # whose unfinished line stands at the end
 
     def show(self, owner: object, prefix: bytes, line: bytes) -> None:
@@ -28,8 +31,17 @@ class Screen:
         self._owner = None if line.endswith(b"\n") else owner
 
     def _write(self, data: bytes) -> None:
+        if self._idle is None:
+            while data:
+                data = data[os.write(self._fd, data) :]
+            return
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
         while data:
-            data = data[os.write(self._fd, data) :]
+            if poll.poll(200):  # then a pipe or a terminal takes this much without waiting
+                data = data[os.write(self._fd, data[: select.PIPE_BUF]) :]
+            else:
+                self._idle()
 
 
 class Stream:
@@ -69,6 +81,10 @@ class Stream:
             line, self._rest = self._rest, b""
             self._show(line)
 
+    def hide(self) -> None:
+        """No more on the screen."""
+        self._screen = None
+
     def close(self) -> None:
         """Closes the file; what is held back is not shown."""
         if self._log is not None:
@@ -84,8 +100,8 @@ class Stream:
         self._screen.show(self, self._prefix, body + end)
 
 
-def screens() -> tuple[Screen, Screen]:
+def screens(idle: Callable[[], None] | None = None) -> tuple[Screen, Screen]:
     """Screens of standard output and error; one and the same where both lead to the same place."""
     out, err = os.fstat(1), os.fstat(2)
-    first = Screen(1)
-    return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2)
+    first = Screen(1, idle)
+    return first, first if (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino) else Screen(2, idle)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """What a rank's program said of its own failure. `time` is the machine's monotonic clock, in seconds."""
+    """What a rank's program said of its own failure. `time` is the launcher's monotonic clock, in seconds."""
 
     kind: str  # "exception", "exit" or "interrupt"
     title: str
@@ -21,11 +19,13 @@ class ErrorRecord:
     time: float
 
     @staticmethod
-    def read(path: str) -> ErrorRecord | None:
+    def of(record: dict[str, Any] | None, offset: float) -> ErrorRecord | None:
+        """The record that a rank wrote, its time moved by `offset` to the launcher's clock."""
         try:
-            return ErrorRecord(**json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            error = ErrorRecord(**record) if record is not None else None
+        except TypeError:  # written by something else
             return None
+        return error and replace(error, time=error.time + offset)
 
 
 @dataclass
@@ -38,6 +38,7 @@ class RankEnd:
     ended: float | None = None
     error: ErrorRecord | None = None
     stopped: bool = False  # it was running when the job began to be stopped
+    host: str = ""
 
     @property
     def failed(self) -> bool:
@@ -93,13 +94,16 @@ class Attempt:
     number: int
     ends: dict[int, RankEnd] = field(default_factory=dict)
 
-    def take(self, event: dict[str, Any]) -> None:
-        """One event of the agent: start, error or exit of a rank."""
-        end = self.ends.setdefault(event["rank"], RankEnd(event["rank"], event["pid"]))
+    def take(self, event: dict[str, Any], host: str = "", offset: float = 0.0, told: bool = False) -> RankEnd:
+        """One event of an agent: start, error or exit of a rank. `offset` leads from the host's clock to the launcher's;
+        `told`: the host had been told to end its ranks."""
+        end = self.ends.setdefault(event["rank"], RankEnd(event["rank"], event["pid"], host=host))
         if event["event"] == "error":
-            end.error = ErrorRecord.read(event["file"])
+            end.error = ErrorRecord.of(event["record"], offset)
         elif event["event"] == "exit":
-            end.status, end.ended, end.stopped = event["status"], event["time"], event.get("stopped", False)
+            end.status, end.ended = event["status"], event["time"] + offset
+            end.stopped = event.get("stopped", False) or (told and end.status in (-signal.SIGTERM, -signal.SIGKILL))
+        return end
 
     @property
     def first(self) -> RankEnd | None:
@@ -114,9 +118,9 @@ _SIGNAL_HINTS = {
 }
 
 
-def report(first: RankEnd, host: str) -> str:
+def report(first: RankEnd) -> str:
     """What the user sees of the failure: who, where, how, the traceback."""
-    head = f"rank {first.rank} failed first (host {host}, pid {first.pid}, {first.how()})"
+    head = f"rank {first.rank} failed first (host {first.host}, pid {first.pid}, {first.how()})"
     if first.error is not None and first.error.text:
         return f"{head}:\n{first.error.text.rstrip()}"
     hint = _SIGNAL_HINTS.get(signal.Signals(-first.status)) if first.status and -first.status in _SIGNAL_HINTS else None

@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.launcher.environment import DEVICES
 
 _GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dri/renderD*", "/dev/davinci[0-9]*")
 _COUNT = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
@@ -37,6 +39,18 @@ def gpu_count() -> int:
     except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ZeroEngineError(f"torch cannot count the GPUs of {socket.gethostname()}: {last}") from None
+
+
+def device_variable(environ: Mapping[str, str]) -> str:
+    """The variable that says which devices processes of this host see: one that is set, else the usual one."""
+    for name in DEVICES:
+        if name in environ:
+            return name
+    if glob.glob("/dev/davinci[0-9]*"):
+        return "ASCEND_RT_VISIBLE_DEVICES"
+    if glob.glob("/dev/dri/renderD*") and not glob.glob("/dev/nvidia[0-9]*") and not glob.glob("/dev/kfd"):
+        return "ZE_AFFINITY_MASK"
+    return "CUDA_VISIBLE_DEVICES"  # ROCm's torch reads it too
 
 
 def check_port(port: int) -> None:

@@ -32,11 +32,11 @@ def _carries(pid: str, mark: bytes) -> bool:
         return False
 
 
-def members(job: str, sessions: Collection[int], keep: Collection[int] = ()) -> list[int]:
-    """Process ids of the job that are alive, without this process and those of `keep`."""
+def members(job: str, sessions: Collection[int]) -> list[int]:
+    """Process ids of the job that are alive, without this process."""
     mark, own, found = f"{MARK}={job}".encode(), os.getpid(), []
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == own or int(name) in keep:
+        if not name.isdigit() or int(name) == own:
             continue
         session = _session(name)
         if session is not None and (session in sessions or _carries(name, mark)):
@@ -53,20 +53,38 @@ def send(pids: Collection[int], number: signal.Signals) -> None:
             continue
 
 
-def end_all(job: str, sessions: Collection[int], grace: float, keep: Collection[int] = ()) -> int:
-    """SIGTERM, up to `grace` seconds of patience, SIGKILL until nothing is left (5 s at most: a process may hang in the
-    kernel, where no signal reaches it). Returns how many processes there were."""
-    found = members(job, sessions, keep)
-    count = len(found)
-    if found and grace > 0:
-        send(found, signal.SIGTERM)
-    patience, limit = time.monotonic() + grace, time.monotonic() + grace + 5
-    while found and time.monotonic() < limit:
-        if time.monotonic() >= patience:
+class Ending:
+    """The end of a job's processes, a step at a time: SIGTERM, up to `grace` seconds of patience, SIGKILL until nothing is
+    left (5 s at most: a process may hang in the kernel, where no signal reaches it)."""
+
+    def __init__(self, job: str, sessions: Collection[int], grace: float) -> None:
+        self._job, self._sessions = job, sessions
+        self._patience = time.monotonic() + grace
+        self._limit = self._patience + 5
+        self._asked = grace <= 0
+
+    def hasten(self) -> None:
+        """No more patience."""
+        self._patience, self._asked = time.monotonic(), True
+
+    def step(self) -> bool:
+        """True when nothing is left, or nothing more can be done."""
+        found = members(self._job, self._sessions)
+        if not found or time.monotonic() >= self._limit:
+            return True
+        if time.monotonic() >= self._patience:
             send(found, signal.SIGKILL)
+        elif not self._asked:
+            send(found, signal.SIGTERM)
+            self._asked = True
+        return False
+
+
+def end_all(job: str, sessions: Collection[int], grace: float) -> None:
+    """Ends all processes of a job, and returns when none is left."""
+    ending = Ending(job, sessions, grace)
+    while not ending.step():
         time.sleep(0.02)
-        found = members(job, sessions, keep)
-    return count
 
 
 def kill_sessions(sessions: Collection[int]) -> None:

@@ -29,6 +29,16 @@ def _was_collected(pid: int) -> bool:
     return False
 
 
+def _record(path: str) -> Event | None:
+    """What a rank wrote of its failure: the file is on this host, who shows it may be on another."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
 class RankWatch:
     """Reads what ranks tell through the pipe `events` of the run's folder and hands every event on to `forward`."""
 
@@ -61,6 +71,8 @@ class RankWatch:
         if event["event"] == "start":
             with self._lock:
                 self._pids.setdefault(event["attempt"], {})[event["rank"]] = event["pid"]
+        elif event["event"] == "error":
+            event["record"] = _record(event.pop("file"))
         self._forward(event)
         if event["event"] == "start":
             waiter = threading.Thread(target=self._wait, args=(event,), name=f"rank {event['rank']}", daemon=True)

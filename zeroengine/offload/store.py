@@ -201,6 +201,8 @@ class DiskStore:
         if self.exposing:
             yield
             return
+        with contextlib.suppress(OffloadError):  # what failed is tried once more
+            self.flush()
         for record in self.records:
             record.retry()
         self.flush()

@@ -59,12 +59,12 @@ def of_all_ranks(param: Tensor, value: Tensor) -> Tensor:
 def by_name(param: Tensor, name: str, value: Tensor) -> dict[str, Tensor]:
     """`value` of `param` under its `name`; of an expert of a list with those of the other ranks' experts, under theirs. Collective
     over the ranks that share the experts."""
-    names = all_names(param, name)
+    names = names_of(param, name)
     return {name: value} if len(names) == 1 else dict(zip(names, of_all_ranks(param, value), strict=True))
 
 
-def all_names(param: Tensor, name: str) -> list[str]:
-    """`name` of `param`; of an expert of a list also those of the other ranks' experts of the same place, by rank."""
+def names_of(param: Tensor, name: str) -> list[str]:
+    """`name` of `param`; of an expert of a list those of all ranks' experts of the same place, by rank."""
     part = expert_part(param)
     if part is None or part.stacked:
         return [name]

@@ -92,8 +92,3 @@ class Piece:
     start: int
     data: Tensor
     part: TensorShard | None = None
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of what is saved."""
-        return self.shape if self.part is None else self.part.whole_shape(self.shape)

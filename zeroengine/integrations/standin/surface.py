@@ -91,6 +91,14 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
     },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": (".deepspeed_env",)},
+    "deepspeed.moe": {},
+    "deepspeed.moe.layer": {"MoE": "zeroengine.moe.layer:MoE"},
+    "deepspeed.moe.utils": {
+        "is_moe_param": "zeroengine.moe.utils:is_moe_param",
+        "split_params_into_different_moe_groups_for_optimizer": (
+            "zeroengine.moe.utils:split_params_into_different_moe_groups_for_optimizer"
+        ),
+    },
     "deepspeed.ops": {},
     "deepspeed.ops.adam": {
         "FusedAdam": "zeroengine.ops.adam:FusedAdam",
@@ -127,6 +135,10 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
     },
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": {"ZeroStageEnum": f"{_TOOLS}:ZeroStageEnum"},
+    "deepspeed.runtime.zero.offload_config": {
+        "OffloadDeviceEnum": f"{_TOOLS}:OffloadDeviceEnum",
+        "OffloadStateTypeEnum": f"{_TOOLS}:OffloadStateTypeEnum",
+    },
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "ZeroParamStatus": f"{_PARTITIONED}:ZeroParamStatus",
@@ -137,6 +149,8 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
     },
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER},
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": _OPTIMIZER},
+    "deepspeed.sequence": {},
+    "deepspeed.sequence.layer": {"DistributedAttention": "zeroengine.sequence.layer:DistributedAttention"},
     "deepspeed.utils": {
         **{name: f"zeroengine.utils:{name}" for name in _SAFE},
         "logger": "zeroengine.logging:logger",

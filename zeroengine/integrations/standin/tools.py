@@ -26,6 +26,24 @@ class ZeroStageEnum(enum.IntEnum):
     max_stage = 3
 
 
+class OffloadDeviceEnum(str, enum.Enum):
+    """Places for `engine.offload_states(device=...)`."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """Kinds for `engine.offload_states(include=...)`."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on the ranks given; on all with None or [-1]."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
