@@ -75,6 +75,7 @@ def _full_in_a_step(rank: int, world: int, folder: str, optimizer: str) -> list[
     told = error_of(lambda: [advance(engine, rank, step, 1) for step in (2, 3, 4)])
     if not (f"rank {BAD} on" in told and "cannot store" in told and "Load the last checkpoint" in told):
         faults.append(f"update: {told}")
+    engine.load_checkpoint(f"{folder}/nothing")  # nothing is there, so nothing is mended
     for what, act in {"save": lambda: engine.save_checkpoint(saved, "torn"), "step": lambda: advance(engine, rank, 4, 1)}.items():
         if "of different steps" not in (told := error_of(act)):
             faults.append(f"{what}: {told}")

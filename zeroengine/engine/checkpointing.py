@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import BackgroundSaver, Ranks, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.checkpoint import BackgroundSaver, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
 from zeroengine.engine import pieces as state
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
@@ -23,28 +22,14 @@ from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
 from zeroengine.optim.schedules import apply_last_rates
+from zeroengine.zero.experts import names_of
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes, Config
     from zeroengine.engine.data import EngineLoader
     from zeroengine.mesh import Mesh
 
-F = TypeVar("F", bound=Callable[..., Any])
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # options that a schedule moves
-
-
-def within_reach(*, write: bool) -> Callable[[F], F]:
-    """For methods of an engine that read (with `write`: replace) everything it holds, also what lives on a disk."""
-
-    def decorate(method: F) -> F:
-        @functools.wraps(method)
-        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.mechanism.exposed(write=write):
-                return method(self, *args, **kwargs)
-
-        return cast(F, inside)
-
-    return decorate
 
 
 class CheckpointMethods:
@@ -142,7 +127,6 @@ class CheckpointMethods:
                 log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
         return tags[0]
 
-    @within_reach(write=True)
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -166,51 +150,62 @@ class CheckpointMethods:
         Raises `CheckpointError` on every rank, before anything is changed, if the checkpoint does not fit or is damaged.
         """
         self.wait_for_checkpoint()
-        foreign = find_foreign(Path(load_dir), tag, **_world())
-        if foreign is not None:
-            with_state = self.mechanism.optimizer is not None and load_optimizer_states and not load_module_only
-            values, client = load_deepspeed(
-                foreign, self.module, self.mechanism, load_module_strict, with_state, self._saved_name
-            )
-            if not load_module_only:
-                self._restore(values, with_state, load_lr_scheduler_states)
-            return str(foreign), client
-        found = find_checkpoint(Path(load_dir), tag, **_world())
-        if found is None:
+        folder = find_foreign(Path(load_dir), tag, **_world())
+        foreign = folder is not None
+        if folder is None:
+            folder = find_checkpoint(Path(load_dir), tag, **_world())
+        if folder is None:
             log_rank0(f"no complete checkpoint in {load_dir}", 30)
             return None, {}
+        with_state = self.mechanism.optimizer is not None and load_optimizer_states and not load_module_only
+        own: dict[str, Any] = {}
+        with self.mechanism.exposed(write=True):
+            if foreign:
+                values, client = load_deepspeed(
+                    folder, self.module, self.mechanism, load_module_strict, with_state, self._saved_name
+                )
+            else:
+                loaded = self._load_own(folder, load_module_strict, with_state, allow_pickle)
+                values, client = loaded.replicated, dict(loaded.replicated.get("client_state", {}))
+                own = loaded.per_rank or {}
+        if not load_module_only:
+            self._restore(values, with_state, load_lr_scheduler_states)
+            self._restore_own(own)
+        return str(folder), client
+
+    def _load_own(self, found: Path, strict: bool, with_state: bool, allow_pickle: bool) -> Loaded:
+        """Fills weights, masters and, `with_state`, the optimizer from one of our checkpoints. Collective."""
         index = read_index(found, **_world())
-        optimizer = self.mechanism.optimizer
-        plan = plan_load(self.module, self.mechanism, index, self._saved_name)
-        with_state = optimizer is not None and load_optimizer_states and not load_module_only
-        moments: Pieces = {}
-        made: list[nn.Parameter] = []
-        if with_state and optimizer is not None:
-            made = state.make_state(optimizer)
-            moments = place_parts(state.optimizer_pieces(optimizer), self.module)
+        optimizer = self.mechanism.optimizer if with_state else None
         self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
-        verdict = Verdict(found, index, load_module_strict, class_name(optimizer) if with_state else None)
-        options: dict[str, Any] = {"strict": False, "only": Verdict.KINDS, "optional": plan.optional, "check": verdict}
+        made = state.make_state(optimizer) if optimizer is not None else []
         try:
-            wanted = {**plan.wanted, **state.under_names(moments, self._saved_name)}
-            loaded = load(found, wanted, allow_pickle=allow_pickle, **options, **_world())
+            moments = place_parts(state.optimizer_pieces(optimizer), self.module) if optimizer is not None else {}
+            plan = plan_load(self.module, self.mechanism, index, self._saved_name)
+            verdict = Verdict(found, index, strict, class_name(optimizer))
+            loaded = load(
+                found, {**plan.wanted, **state.under_names(moments, self._saved_name)}, strict=False, only=Verdict.KINDS,
+                allow_pickle=allow_pickle, optional=plan.optional, check=verdict, **_world(),
+            )  # fmt: skip
         except CheckpointError:
             for p in made:  # as if nobody had asked
                 optimizer.state.pop(p, None)  # type: ignore[union-attr]
             raise
         plan.finish(self.mechanism)
-        if with_state and optimizer is not None:
+        if optimizer is not None:
             without = frozenset(p.name for _, p in optimizer.held() if self._saved_name(p.name) in verdict.without)
             state.fill_optimizer(optimizer, moments, without)
-        if not load_module_only:
-            self._restore(loaded.replicated, with_state, load_lr_scheduler_states)
-            if loaded.per_rank is not None:
-                restore_random_states(loaded.per_rank["random"])
-                for name, b in state.persistent_buffers(self.module):
-                    if name in loaded.per_rank.get("buffers", {}):
-                        b.copy_(loaded.per_rank["buffers"][name])
-        return str(found), dict(loaded.replicated.get("client_state", {}))
+        return loaded
+
+    def _restore_own(self, values: dict[str, Any]) -> None:
+        """What only this rank had, where the checkpoint is of as many ranks."""
+        if "random" in values:
+            restore_random_states(values["random"])
+        buffers = values.get("buffers", {})
+        for name, b in state.persistent_buffers(self.module):
+            if name in buffers:
+                b.copy_(buffers[name])
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """Buffers whose values are not those of rank 0 (running statistics that nobody averages). Collective."""
@@ -234,8 +229,9 @@ class CheckpointMethods:
     def _about(self, exclude_frozen: bool) -> dict[str, Any]:
         """What turns a checkpoint into a model folder without the model: names of tied weights, names of what is left out, and
         the configuration. Collective."""
-        frozen = [n for n, p in self.module.named_parameters() if not p.requires_grad] if exclude_frozen else []
-        return {"excluded": frozen, "other_names": state.other_names(self.module), "model_files": model_files(self.module)}
+        frozen = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad] if exclude_frozen else []
+        excluded = [each for n, p in frozen for each in names_of(p, n)]
+        return {"excluded": excluded, "other_names": state.other_names(self.module), "model_files": model_files(self.module)}
 
     def _counters(self) -> dict[str, Any]:
         optimizer = self.mechanism.optimizer
