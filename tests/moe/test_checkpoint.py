@@ -165,7 +165,7 @@ def test_a_layer_may_say_how_many_ranks_share_it() -> None:
 
 
 def _frozen(rank: int, world: int, folder: str, background: bool) -> bool:
-    """Frozen experts, which no bucket cuts at stage 1, and a buffer in each: saved by every second rank's part, loaded whole."""
+    """Frozen experts, which no bucket cuts at stage 1: the ranks that hold one save it together, here one rank each."""
     import zeroengine
 
     def made(ep: int) -> Any:
@@ -173,14 +173,10 @@ def _frozen(rank: int, world: int, folder: str, background: bool) -> bool:
         model = build(case)
         experts = model.moe.sparse.experts
         for i in range(4):
-            expert = experts.get_submodule(str(i)).requires_grad_(False)
-            expert.register_buffer("seen", torch.full((3,), float(i)))
+            experts.get_submodule(str(i)).requires_grad_(False)
         return zeroengine.initialize(model=model, config=settings(case))[0]
 
     engine = made(ep=2)
-    numbers = list(engine.module.moe.sparse.experts.local)
-    for number in numbers:
-        engine.module.moe.sparse.experts.expert(number).seen.fill_(10.0 + number)
     want = engine.full_state_dict()
     engine.save_checkpoint(folder, blocking=not background)
     engine.destroy()
@@ -189,15 +185,11 @@ def _frozen(rank: int, world: int, folder: str, background: bool) -> bool:
         if "experts" in name:
             p.data.zero_()
     engine.load_checkpoint(folder)
-    experts = engine.module.moe.sparse.experts
-    right = all(bool((experts.expert(i).seen == 10.0 + i).all()) for i in range(4))
     found = engine.full_state_dict()
-    if want is not None and found is not None:
-        right &= all(torch.equal(found[n], v) for n, v in want.items())
     engine.destroy()
-    return right
+    return rank != 0 or all(torch.equal(found[n], v) for n, v in want.items())
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_frozen_experts_and_their_buffers_are_saved(background: bool, tmp_path: Path) -> None:
+def test_frozen_experts_are_saved(background: bool, tmp_path: Path) -> None:
     assert all(run_ranks(_frozen, 2, str(tmp_path), background, timeout=60))
