@@ -1,5 +1,5 @@
-// Asynchronous reads and writes of files: a pool of threads, each with one block of a request in flight. A block is summed
-// while it is in the cache of its thread: before it is written, after it was read.
+// Asynchronous reads and writes of files: a pool of threads, each with one block of a request in flight. A block is
+// summed while it is in the cache of its thread: before it is written, after it was read.
 //
 // The plain C interface: addresses are passed as int64; see zeroengine/ops/aio.py for the other side.
 #include <unistd.h>
@@ -69,7 +69,7 @@ int run(const Request& r, int64_t at) {
 }
 
 class Pool {
-public:
+  public:
     explicit Pool(int threads) {
         for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
     }
@@ -101,7 +101,7 @@ public:
         finished_.wait(lock, [request] { return request->finished(); });
     }
 
-private:
+  private:
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
         while (true) {
@@ -155,8 +155,8 @@ ZE_EXPORT void ze_aio_delete(int64_t pool) { delete reinterpret_cast<Pool*>(pool
 // `sums`: one word for each block, read (action 0) or written (1 and 2). All memory stays until `ze_aio_end`.
 ZE_EXPORT int64_t ze_aio_begin(int64_t pool, int action, int fd, int64_t address, int64_t offset, int64_t bytes,
                                int64_t block, int64_t sums) {
-    Request* request = new Request{action, fd,    reinterpret_cast<char*>(address),  offset, bytes,
-                                   block,  reinterpret_cast<uint64_t*>(sums)};
+    Request* request = new Request{action, fd,    reinterpret_cast<char*>(address), offset,
+                                   bytes,  block, reinterpret_cast<uint64_t*>(sums)};
     if (bytes > 0) reinterpret_cast<Pool*>(pool)->submit(request);
     return reinterpret_cast<int64_t>(request);
 }
@@ -165,7 +165,8 @@ ZE_EXPORT int ze_aio_done(int64_t pool, int64_t request) {
     return reinterpret_cast<Pool*>(pool)->done(reinterpret_cast<Request*>(request)) ? 1 : 0;
 }
 
-// Waits, and frees the request. 0, an errno, or a Fault; `at` gets the byte of the request where the failed block begins.
+// Waits, and frees the request. 0, an errno, or a Fault; `at` gets the byte of the request where the failed block
+// begins.
 ZE_EXPORT int ze_aio_end(int64_t pool, int64_t handle, int64_t* at) {
     Request* request = reinterpret_cast<Request*>(handle);
     reinterpret_cast<Pool*>(pool)->wait(request);

@@ -1,5 +1,5 @@
-// A 64-bit checksum of a block, at the speed of memory: four independent lanes, each word multiplied and rotated in, so that
-// a changed, moved or missing word shows.
+// A 64-bit checksum of a block, at the speed of memory: four independent lanes, each word multiplied and rotated in, so
+// that a changed, moved or missing word shows.
 #pragma once
 
 #include <cstddef>
