@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -36,9 +37,15 @@ class Outcome:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Below the ports that the system gives to connections, so that none of those takes it before the ranks do."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _main(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.launcher.jobs import wait_until
 from tests.launcher.netlab import Lab, kill
+from tests.ranks import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "salloc", "sbatch", "srun", "scancel", "sinfo")
 
@@ -43,8 +44,8 @@ def configuration(lab: Lab, folder: Path) -> str:
         SlurmdPidFile={folder}/slurmd-%n.pid
         SlurmctldLogFile={folder}/slurmctld.log
         SlurmdLogFile={folder}/slurmd-%n.log
-        SlurmctldPort=16817
-        SlurmdPort=16818
+        SlurmctldPort={free_port()}
+        SlurmdPort={free_port()}
         MpiDefault=none
         ReturnToService=2
         MailProg=/bin/true

@@ -13,10 +13,14 @@ from zeroengine.launcher.console import Screen, Stream
 pytestmark = pytest.mark.timeout(120)
 
 BOTH = """
-    import os, sys
-    print("out of", os.environ["RANK"])
+    import os, sys, time
+    print("out of", os.environ["RANK"], flush=True)
     print("err of", os.environ["RANK"], file=sys.stderr)
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == "0":
+        open("said", "w").close()
+    else:
+        while not os.path.exists("said"):
+            time.sleep(0.01)
         raise ValueError("boom")
 """
 
