@@ -19,7 +19,6 @@ from typing import Any, get_args
 
 from benchmarks.arguments import positive
 from benchmarks.harness import (
-    WorkerGroup,
     idle_warning,
     machine,
     number,
@@ -29,14 +28,12 @@ from benchmarks.harness import (
     write,
     write_json,
 )
-from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds
+from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds, training_need, training_starter
 from benchmarks.settings import DeepSpeedAdam, Dtype, Settings
 
 _DESCRIPTION = "Step time, memory, loss and bytes moved of zeroengine and its peers, side by side."
 _LOSS_REFERENCE = "ddp"
 _GIB = 1 << 30
-_PROCESS_BYTES = 400 << 20  # interpreter, torch, the libraries of a system
-_BYTES_PER_PARAMETER = 36  # no system seen so far takes more
 # rivals stand next to each other, so that they share a wave when not all fit into memory
 ALL_SYSTEMS = (
     "ddp", "zeroengine-0", "fsdp2", "zeroengine-3", "deepspeed-3",
@@ -95,12 +92,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         "deepspeed_adam",
     )  # fmt: skip
     return Settings(**{name: getattr(args, name) for name in names})
-
-
-def _parameters(s: Settings) -> int:
-    """Parameters of `benchmarks.model.GPT`, without torch."""
-    block = 12 * s.hidden**2 + 13 * s.hidden
-    return s.layers * block + (s.vocab + s.sequence + 2) * s.hidden
 
 
 def _formula(name: str, settings: Settings, parameters: int) -> float | None:
@@ -228,9 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--deepspeed-python {args.deepspeed_python}: no such program")
 
     facts = machine()
-    parameters = _parameters(settings)
     write(
-        f"{parameters / 1e6:.1f} M parameters, {settings.dtype}, "
+        f"{settings.parameters / 1e6:.1f} M parameters, {settings.dtype}, "
         f"{settings.nproc} processes x {settings.threads} threads, "
         f"{settings.accumulation} x {settings.micro_batch} x {settings.sequence} tokens a step and process, "
         f"{args.rounds} rounds x {args.steps} steps"
@@ -239,16 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if warning:
         write(warning)
 
-    def start(name: str) -> WorkerGroup:
-        python = args.deepspeed_python if name.startswith("deepspeed") else sys.executable
-        return WorkerGroup(
-            name, "benchmarks.training:TrainingJob", {"system": name, "settings": settings.to_json()},
-            python=python, world=settings.nproc, threads=settings.threads, timeout=args.timeout,
-        )  # fmt: skip
-
-    need = settings.nproc * (_PROCESS_BYTES + _BYTES_PER_PARAMETER * parameters)
-    plan = Plan(args.rounds, args.steps, args.warmup, need, int(args.reserve_gib * _GIB))
-    outcome = Rounds(plan, start, say).run(args.systems)
+    plan = Plan(args.rounds, args.steps, args.warmup, training_need(settings), int(args.reserve_gib * _GIB))
+    outcome = Rounds(plan, training_starter(settings, args.deepspeed_python, args.timeout), say).run(args.systems)
     return _conclude(outcome, settings, facts, args)
 
 

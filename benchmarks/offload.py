@@ -17,8 +17,8 @@ from shutil import which
 from typing import Any
 
 from benchmarks.arguments import positive
-from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, rotated, say, table, write, write_json
-from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds
+from benchmarks.harness import idle_warning, machine, number, paired_ratio, rotated, say, table, write, write_json
+from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds, training_need, training_starter
 from benchmarks.settings import Settings
 
 SYSTEMS = (
@@ -26,8 +26,6 @@ SYSTEMS = (
     "zeroengine-3", "zeroengine-3-cpu", "zeroengine-3-nvme", "deepspeed-3-cpu", "deepspeed-3-nvme",
 )  # fmt: skip
 _MIB, _GIB = 1 << 20, 1 << 30
-_BYTES_PER_PARAMETER = 36
-_PROCESS_BYTES = 400 << 20
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -126,18 +124,8 @@ def render_disk(figures: dict[str, dict[str, Any]]) -> str:
 
 
 def measure_steps(options: argparse.Namespace, settings: Settings) -> Outcome:
-    parameters = settings.layers * (12 * settings.hidden**2 + 13 * settings.hidden)
-    parameters += (settings.vocab + settings.sequence + 2) * settings.hidden
-
-    def start(name: str) -> WorkerGroup:
-        python = options.deepspeed_python if name.startswith("deepspeed") else sys.executable
-        return WorkerGroup(
-            name, "benchmarks.training:TrainingJob", {"system": name, "settings": settings.to_json()},
-            python=python, world=settings.nproc, threads=settings.threads, timeout=options.timeout,
-        )  # fmt: skip
-
-    need = settings.nproc * (_PROCESS_BYTES + _BYTES_PER_PARAMETER * parameters)
-    return Rounds(Plan(options.rounds, options.steps, 2, need, _GIB), start, say).run(options.systems)
+    start = training_starter(settings, options.deepspeed_python, options.timeout)
+    return Rounds(Plan(options.rounds, options.steps, 2, training_need(settings), _GIB), start, say).run(options.systems)
 
 
 def summarize(outcome: Outcome) -> dict[str, dict[str, Any]]:

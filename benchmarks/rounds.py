@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from benchmarks import memory
 from benchmarks.errors import Unavailable, WorkerFailed
 from benchmarks.harness import WorkerGroup, available_memory, rotated
+from benchmarks.settings import Settings
 
 REFERENCE = "limit"
 
@@ -77,6 +79,28 @@ class Plan:
     warmup: int
     need: int
     reserve: int
+
+
+_PROCESS_BYTES = 400 << 20  # interpreter, torch, the libraries of a system
+_BYTES_PER_PARAMETER = 36  # no system seen so far takes more
+
+
+def training_need(settings: Settings) -> int:
+    """Bytes that one system's processes take while they train, at most."""
+    return settings.nproc * (_PROCESS_BYTES + _BYTES_PER_PARAMETER * settings.parameters)
+
+
+def training_starter(settings: Settings, deepspeed_python: str, timeout: float) -> Callable[[str], WorkerGroup]:
+    """What makes the processes of a system that trains; DeepSpeed's have an interpreter of their own."""
+
+    def start(name: str) -> WorkerGroup:
+        python = deepspeed_python if name.startswith("deepspeed") else sys.executable
+        return WorkerGroup(
+            name, "benchmarks.training:TrainingJob", {"system": name, "settings": settings.to_json()},
+            python=python, world=settings.nproc, threads=settings.threads, timeout=timeout,
+        )  # fmt: skip
+
+    return start
 
 
 class Rounds:

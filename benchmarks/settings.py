@@ -39,5 +39,11 @@ class Settings:
     def heads(self) -> int:
         return max(1, self.hidden // 64)
 
+    @property
+    def parameters(self) -> int:
+        """Of the model, the tied head counted once."""
+        block = 12 * self.hidden**2 + 13 * self.hidden
+        return self.layers * block + (self.vocab + self.sequence + 2) * self.hidden
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

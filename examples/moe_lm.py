@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from train_gpt import library_text
 
 import zeroengine
 from zeroengine.moe import ExpertBank, MoE, RouterRule
@@ -65,16 +65,6 @@ class Model(nn.Module):
             routers = routers + loss
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), routers
-
-
-def library_text(limit: int) -> Tensor:
-    """The first `limit` bytes of the standard library's top-level modules, in the order of their names."""
-    text = bytearray()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        if len(text) >= limit:
-            break
-        text += path.read_bytes()
-    return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
 def parse_args() -> argparse.Namespace:

@@ -25,9 +25,9 @@ def _tiny_run(tmp_path: Path, *more: str) -> dict[str, dict]:
 
 
 def test_default_model_has_63_million_parameters_and_the_formula_counts_them() -> None:
-    assert compare._parameters(Settings()) == 63_094_272
+    assert Settings().parameters == 63_094_272
     tiny = Settings(hidden=32, layers=2, vocab=61, sequence=16)
-    assert count_parameters(build_model(tiny)) == compare._parameters(tiny)
+    assert count_parameters(build_model(tiny)) == tiny.parameters
 
 
 def test_same_weights_and_data_everywhere_and_other_data_on_other_ranks() -> None:

@@ -18,11 +18,8 @@ from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
 from zeroengine.comm.shared import SharedTransport
-from zeroengine.comm.transport import FixedOrder, Transport
+from zeroengine.comm.transport import SMALL_ALL_REDUCE, FixedOrder, Transport
 from zeroengine.comm.verify import HeaderCheck
-
-_SMALL = 64 * 1024
-"""Bytes of all ranks together up to which one operation over all of them is faster than two levels."""
 
 
 class TwoLevelTransport(FixedOrder):
@@ -73,7 +70,7 @@ class TwoLevelTransport(FixedOrder):
         self._inside.finish()
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        if full.nbytes <= _SMALL:
+        if full.nbytes <= SMALL_ALL_REDUCE:
             self.sent_between_hosts += shard.nbytes * (self.size - self._inside.size)
             self._flat.all_gather(full, shard)
             return
@@ -111,7 +108,7 @@ class TwoLevelTransport(FixedOrder):
     def all_to_all(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
     ) -> None:
-        if input_splits is not None or output_splits is not None or input.nbytes <= _SMALL:
+        if input_splits is not None or output_splits is not None or input.nbytes <= SMALL_ALL_REDUCE:
             self._flat.all_to_all(output, input, output_splits, input_splits)
             self._count_flat(input, input_splits)
             return

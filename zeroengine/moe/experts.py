@@ -8,6 +8,7 @@ a list are called by the experts' numbers over all ranks.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Experts(nn.Module):
+class Experts(nn.Module, ABC):
     """Base: what is computed for the rows of this rank's slots. `group` is one rank until `split`."""
 
     def __init__(self, num_experts: int) -> None:
@@ -72,28 +73,29 @@ class Experts(nn.Module):
 
     # --- what a kind of experts defines ---------------------------------------------------------------------------
 
+    @abstractmethod
     def own(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Outputs of this rank's experts for their blocks of rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
         """The same for copies of other ranks' experts, whose parameters are `values`, stacked [copies, ...]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stacked(self, at: list[int]) -> list[Tensor]:
         """Parameters of this rank's experts of the local numbers `at`, stacked [len(at), ...]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _shapes(self) -> list[torch.Size]:
         """Shapes of one expert's parameters, in the order of `_stacked`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _keep(self, local: range) -> None:
-        raise NotImplementedError
+        """Lets go of the experts that are not in `local`."""
 
+    @abstractmethod
     def join(self) -> None:
         """Holds all experts again. Collective."""
-        raise NotImplementedError
 
     def _alone(self) -> None:
         self.group = alone()
@@ -123,7 +125,25 @@ class Experts(nn.Module):
         return [v.reshape(len(by_rank), *s) for v, s in zip(got.split([s.numel() for s in shapes], 1), shapes, strict=True)]
 
 
-class ExpertBank(Experts):
+class StackedExperts(Experts):
+    """Experts whose own parameters are stacked along dimension 0, [experts, ...]."""
+
+    def _stacked(self, at: list[int]) -> list[Tensor]:
+        index = torch.tensor(at, dtype=torch.long)
+        return [p.index_select(0, index.to(p.device)) for p in self._parameters.values() if p is not None]
+
+    def _shapes(self) -> list[torch.Size]:
+        return [p.shape[1:] for p in self._parameters.values() if p is not None]
+
+    def _keep(self, local: range) -> None:
+        cut_stacked(self, local, self.group)
+
+    def join(self) -> None:
+        join_stacked(self)
+        self._alone()
+
+
+class ExpertBank(StackedExperts):
     """`num_experts` two-layer networks as stacked matrices.
 
     With `gated` (SwiGLU for "silu") one is down(act(gate(x)) * up(x)): `gate_up_proj` [E, 2 * intermediate, hidden], gates
@@ -177,20 +197,6 @@ class ExpertBank(Experts):
         out = grouped_linear(rows, values[name], counts)
         bias = values.get(f"{name}_bias")
         return out if bias is None else out + grouped_bias(bias, counts)
-
-    def _stacked(self, at: list[int]) -> list[Tensor]:
-        index = torch.tensor(at, dtype=torch.long)
-        return [p.index_select(0, index.to(p.device)) for p in self._parameters.values() if p is not None]
-
-    def _shapes(self) -> list[torch.Size]:
-        return [p.shape[1:] for p in self._parameters.values() if p is not None]
-
-    def _keep(self, local: range) -> None:
-        cut_stacked(self, local, self.group)
-
-    def join(self) -> None:
-        join_stacked(self)
-        self._alone()
 
 
 def cut_stacked(module: nn.Module, local: range, group: ExpertGroup) -> None:

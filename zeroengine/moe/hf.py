@@ -19,7 +19,7 @@ from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ModelError
 from zeroengine.moe.collectives import sum_over_ranks
 from zeroengine.moe.dispatch import Dispatcher
-from zeroengine.moe.experts import Experts, cut_stacked, join_stacked
+from zeroengine.moe.experts import Experts, StackedExperts
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_linear
 from zeroengine.moe.statistics import Statistics, recomputing
@@ -48,7 +48,7 @@ def _is_plain(module: nn.Module) -> bool:
     return set(module._parameters) == _MATRICES and getattr(module, "has_gate", False) and not odd and hasattr(module, "_apply_gate")
 
 
-class SharedStackedExperts(Experts):
+class SharedStackedExperts(StackedExperts):
     """Stands in a block for its `original` experts, whose parameters it has under the same names."""
 
     def __init__(self, original: nn.Module, router: nn.Module | None) -> None:
@@ -122,20 +122,6 @@ class SharedStackedExperts(Experts):
         finally:
             self.original.num_experts = before
         return out
-
-    def _stacked(self, at: list[int]) -> list[Tensor]:
-        index = torch.tensor(at, dtype=torch.long)
-        return [p.index_select(0, index.to(p.device)) for p in self._parameters.values() if p is not None]
-
-    def _shapes(self) -> list[torch.Size]:
-        return [p.shape[1:] for p in self._parameters.values() if p is not None]
-
-    def _keep(self, local: range) -> None:
-        cut_stacked(self, local, self.group)
-
-    def join(self) -> None:
-        join_stacked(self)
-        self._alone()
 
     def balance(self, load: Tensor, speed: float) -> None:
         """As `Router.move_bias`."""

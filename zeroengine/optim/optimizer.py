@@ -187,7 +187,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last = StepResult(norm, finite, clipped)
         if self._settling:
             self._settling -= 1
-            HeapTrimmer(every=0).freed(0)
+            HeapTrimmer().trim()
         return self.last
 
     # --- parts ----------------------------------------------------------------------------------------------------

@@ -35,6 +35,9 @@ class HeapTrimmer:
         """Counts memory that was freed, and trims when enough came together."""
         self._freed += nbytes
         if self._freed >= self._every:
-            self._freed = 0
-            if self._trim is not None:
-                self._trim(0)
+            self.trim()
+
+    def trim(self) -> None:
+        self._freed = 0
+        if self._trim is not None:
+            self._trim(0)
