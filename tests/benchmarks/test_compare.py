@@ -47,7 +47,7 @@ def _check_figures(result: dict[str, dict], names: list[str]) -> None:
     assert list(result["systems"]) == names
     assert not result["failed"]
     for name, figures in result["systems"].items():
-        assert figures["parameters"] == compare._parameters(Settings(hidden=32, layers=2, vocab=61, sequence=16))
+        assert figures["parameters"] == Settings(hidden=32, layers=2, vocab=61, sequence=16).parameters
         assert len(figures["raw"]["step_seconds"]) == 2 and len(figures["raw"]["losses"]) == 3
         assert all(math.isfinite(loss) for loss in figures["raw"]["losses"])
         assert figures["over_limit"]["low"] <= figures["over_limit"]["median"] <= figures["over_limit"]["high"]
