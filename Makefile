@@ -31,9 +31,9 @@ lint: $(VENV)/.stamp-test
 typecheck: $(VENV)/.stamp-test
 	$(BIN)/mypy
 
-# Tests that start ranks are one group on one worker, the others fill the second worker (tests/conftest.py).
+# A file's tests stay on one worker and share its fixtures; files that start ranks come first (tests/conftest.py).
 pytest: $(VENV)/.stamp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 setup: $(VENV)/.stamp-test
 

@@ -1,4 +1,4 @@
-"""Which tests may run beside each other, and what they share."""
+"""Which tests start processes, and the order of all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ def starts_processes(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests that start ranks into one group, which pytest-xdist gives to one worker.
-
-    On a small machine the ranks of two tests at once would wait for each other and run into their bounds. They come
-    first, being the longest.
-    """
+    """Marks the tests that start ranks and puts them first, being the longest."""
     ranks = [item for item in items if starts_processes(item)]
     for item in ranks:
         item.add_marker("ranks")
-        item.add_marker(pytest.mark.xdist_group("ranks"))
     others = [item for item in items if item not in set(ranks)]
     items[:] = ranks + others

@@ -33,6 +33,7 @@ from zeroengine.logging import logger
 _GOODBYE_SECONDS = 1.0
 _LINGER_SECONDS = 2.0
 _SETTLE_SECONDS = 0.2
+_STORE_SECONDS = 2.0  # the bound of an operation on the store, which a thread cannot be called back from
 _ERROR_CHARACTERS = 600
 _ENDED = "zeroengine/health/ended"
 
@@ -145,6 +146,9 @@ class Monitor:
         deadline = time.monotonic() + _SETTLE_SECONDS * (1 + self.rank % 8)
         while self.busy() and time.monotonic() < deadline:
             time.sleep(0.02)
+        # A store that is slow to answer holds the thread in native code. Coming back from there into an interpreter
+        # that is being taken down would end this process with SIGABRT, whatever its exit code.
+        self._thread.join(_STORE_SECONDS)
 
     # -- what is known of others ------------------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ def process_monitor(interval: float = 1.0) -> Monitor:
             return monitor
     store = dist.distributed_c10d._get_default_store()
     own: dist.Store = store.clone()  # type: ignore[attr-defined]
-    own.set_timeout(timedelta(seconds=max(2.0, 3 * interval)))
+    own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     monitor = Monitor(own, dist.get_rank(), dist.get_world_size(), None if agent else 0, interval)
     _monitors[:] = [(group, monitor)]
