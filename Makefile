@@ -25,6 +25,7 @@ test: $(VENV)/.stamp-test
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	@sources=$$(git ls-files 'csrc/*' 2>/dev/null | grep -E '\.(cpp|cu|h|cuh)$$' || true); \
 	if [ -n "$$sources" ]; then echo "clang-format --dry-run"; $(BIN)/clang-format --dry-run --Werror $$sources; fi
 

@@ -93,10 +93,7 @@ def render(rows: dict[str, dict[str, Any]], skipped: dict[str, str]) -> str:
         found = row["ratio"].get(to, {})
         return [number(found.get("median"), ".2f"), f"{number(found.get('low'), '.2f')}-{number(found.get('high'), '.2f')}"]
 
-    cells = [
-        [name, f"{row['gigabytes_per_second']:.1f}", *ratio(row, REFERENCE), ratio(row, "copy")[0]]
-        for name, row in rows.items()
-    ]
+    cells = [[name, f"{row['gigabytes_per_second']:.1f}", *ratio(row, REFERENCE), ratio(row, "copy")[0]] for name, row in rows.items()]
     text = table(["AdamW step, fp32", "GB/s", "/ torch fused", "quartiles", "/ copy"], cells)
     missing = [f"{name}: not measured: {reason.splitlines()[0]}" for name, reason in skipped.items()]
     return "\n".join([text, *missing])

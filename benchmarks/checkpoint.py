@@ -147,8 +147,7 @@ def summary(size: int, ranks: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]
     rows = []
     for name in SYSTEMS:
         slowest = {
-            what: [max(times) for times in zip(*(r[0][name][what] for r in ranks), strict=True)]
-            for what in ("save", "blocked", "load")
+            what: [max(times) for times in zip(*(r[0][name][what] for r in ranks), strict=True)] for what in ("save", "blocked", "load")
         }
         middle = {what: statistics.median(values) for what, values in slowest.items()}
         rows.append({
@@ -188,9 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="zeroengine-checkpoint-") as work:
         given.work = work
         queue = context.Queue()
-        processes = [
-            context.Process(target=_rank, args=(r, given.ranks, given, f"{work}/store", queue)) for r in range(given.ranks)
-        ]
+        processes = [context.Process(target=_rank, args=(r, given.ranks, given, f"{work}/store", queue)) for r in range(given.ranks)]
         for process in processes:
             process.start()
         try:

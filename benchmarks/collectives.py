@@ -92,9 +92,7 @@ def render(results: list[dict[str, Any]]) -> str:
     for r in results:
         milliseconds = [number(r["seconds"][system] * 1e3, ".2f") for system in _SYSTEMS]
         ratios = [r[name]["median"] for name in ("gloo_over_shared", "gloo_over_staged", "shared_over_memcpy")]
-        rows.append(
-            [r["operation"], str(r["ranks"]), str(r["mib"]), *milliseconds, *(number(x, ".1f") for x in ratios)]
-        )
+        rows.append([r["operation"], str(r["ranks"]), str(r["mib"]), *milliseconds, *(number(x, ".1f") for x in ratios)])
     return table(header, rows)
 
 

@@ -53,9 +53,7 @@ class WorkerGroup:
     Raises `Unavailable` when the job says that its subject is not installed, `WorkerFailed` for every other failure.
     """
 
-    def __init__(
-        self, name: str, job: str, arguments: dict[str, Any], *, python: str, world: int, threads: int, timeout: float
-    ):
+    def __init__(self, name: str, job: str, arguments: dict[str, Any], *, python: str, world: int, threads: int, timeout: float):
         self.name = name
         self.timeout = timeout
         self._logs = [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115 (closed with the group)
@@ -78,9 +76,7 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -103,8 +103,7 @@ class MoeJob:
         deepspeed = import_module("deepspeed")
         layer = import_module("deepspeed.moe.layer").MoE
         made = [
-            layer(hidden_size=s["hidden"], expert=Expert(s["hidden"], s["intermediate"]), **self._options())
-            for _ in range(s["layers"])
+            layer(hidden_size=s["hidden"], expert=Expert(s["hidden"], s["intermediate"]), **self._options()) for _ in range(s["layers"])
         ]
         model = Stack(made, s["hidden"])
         split = import_module("deepspeed.moe.utils").split_params_into_different_moe_groups_for_optimizer

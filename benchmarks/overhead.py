@@ -161,9 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(render(summary, args.small, args.large))
     odd = [stage for stage, s in summary.items() if not s["finite"]]
     if odd:
-        write(
-            f"losses of stages {', '.join(odd)} were not finite: steps may have been skipped, so distrust their times"
-        )
+        write(f"losses of stages {', '.join(odd)} were not finite: steps may have been skipped, so distrust their times")
     if args.json:
         chosen = {name: value for name, value in vars(args).items() if name != "json"}
         write_json(args.json, {"settings": chosen, "machine": facts, "stages": summary})

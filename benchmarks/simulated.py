@@ -17,9 +17,7 @@ class SmallLayers(nn.Module):
 
     def __init__(self, layers: int, width: int):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean square (scalar) of the output for x [B, width]."""

@@ -55,9 +55,7 @@ class _LoopTrainer:
 
     def __init__(self, model: nn.Module, settings: Settings, *, autocast: bool):
         self.model = model
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True)
         self.autocast = autocast
 
     def hold(self, last: bool) -> Any:
@@ -215,7 +213,6 @@ class DeepSpeed:
             config["optimizer"]["params"].update(torch_adam=True, fused=settings.deepspeed_adam == "fused")
         engine, *_ = import_module("deepspeed").initialize(model=model, optimizer=optimizer, config=config)
         return _EngineTrainer(engine)
-
 
     def _check_offload(self) -> None:
         """Its own operations are compiled on first use, and the reason why one cannot be is far from the error."""

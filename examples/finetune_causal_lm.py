@@ -110,9 +110,7 @@ def read_config(args: argparse.Namespace) -> zeroengine.Config:
     """The JSON file with the flags put in: --lr and --dtype win over the file, --steps answers an "auto" length."""
     config = zeroengine.Config.load(args.config, facts={"total_num_steps": args.steps}, world_size=WORLD)
     if config.data_parallel_size(WORLD) != WORLD:
-        raise BadInput(
-            f"--config {args.config}: every rank reads its own data here; leave out mesh.pp, mesh.cp, mesh.tp"
-        )
+        raise BadInput(f"--config {args.config}: every rank reads its own data here; leave out mesh.pp, mesh.cp, mesh.tp")
     if args.lr is None and args.dtype is None:
         return config
     values = config.to_dict()
@@ -186,9 +184,7 @@ def load_model(folder: Path, gguf_file: str | None, args: argparse.Namespace) ->
         raise BadInput(f"--model {source}: its tokenizer has {len(tokenizer)} tokens, its embedding only {rows}")
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if args.max_length + args.new_tokens > context:
-        raise BadInput(
-            f"--max-length {args.max_length} + --new-tokens {args.new_tokens}: the model reads only {context}"
-        )
+        raise BadInput(f"--max-length {args.max_length} + --new-tokens {args.new_tokens}: the model reads only {context}")
     if getattr(model, "hf_quantizer", None) is not None:
         if gguf_file is None:
             raise BadInput(f"--model {source}: quantized weights cannot be trained; give the unquantized model")
@@ -214,9 +210,7 @@ def make_examples(
     note = f"; {left_out} pairs are longer than --max-length {args.max_length}" if left_out else ""
     needed = WORLD * zeroengine.config.resolve_batch(config, WORLD).micro
     if len(train) < needed:
-        raise BadInput(
-            f"{len(train)} training examples are too few: {WORLD} ranks need {needed} for one micro-batch each{note}"
-        )
+        raise BadInput(f"{len(train)} training examples are too few: {WORLD} ranks need {needed} for one micro-batch each{note}")
     if not held_out:
         raise BadInput(f"no held-out example: at least two different prompts or texts are needed{note}")
     say(f"{len(train)} training and {len(held_out)} held-out examples{note}")
@@ -289,8 +283,7 @@ def train_steps(engine: Any, loader: Any, args: argparse.Namespace) -> None:
         (total,) = sum_over_ranks([total], engine)
         speed = all_seen / (time.monotonic() - start)
         bar.set_postfix_str(
-            f"loss {total / all_targets:.3f}, {speed:.0f} tokens/s, lr {engine.get_lr()[0]:.1e}, "
-            f"norm {engine.get_global_grad_norm():.2f}",
+            f"loss {total / all_targets:.3f}, {speed:.0f} tokens/s, lr {engine.get_lr()[0]:.1e}, norm {engine.get_global_grad_norm():.2f}",
             refresh=False,
         )
         bar.update()

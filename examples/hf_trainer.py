@@ -67,9 +67,7 @@ def main() -> None:
     pairs = (read_pairs(Path(script.data)) if script.data else None) or split_by_group(stdlib_pairs())
     train, held_out = (Examples(tokenize(part, tokenizer, script.max_length)[0]) for part in pairs)
     held_out.examples = held_out.examples[: script.eval_pairs]
-    trainer = Trainer(
-        model, args, train_dataset=train, eval_dataset=held_out, data_collator=Collate(tokenizer.pad_token_id or 0)
-    )
+    trainer = Trainer(model, args, train_dataset=train, eval_dataset=held_out, data_collator=Collate(tokenizer.pad_token_id or 0))
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
     trainer.save_model()

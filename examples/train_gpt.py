@@ -146,9 +146,7 @@ def main() -> None:
                 break
     after, seconds = held_out_loss(engine, held_out), time.monotonic() - start
     if talks:
-        sys.stdout.write(
-            f"held-out loss {before:.3f} before, {after:.3f} after {args.steps} steps in {seconds:.0f} s\n"
-        )
+        sys.stdout.write(f"held-out loss {before:.3f} before, {after:.3f} after {args.steps} steps in {seconds:.0f} s\n")
     engine.destroy()
 
 

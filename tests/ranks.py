@@ -48,9 +48,7 @@ def free_port() -> int:
             return port
 
 
-def _main(
-    fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], env: dict[str, str], pipe: Any
-) -> None:
+def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], env: dict[str, str], pipe: Any) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env,
@@ -60,9 +58,7 @@ def _main(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        pipe.send_bytes(
-            pickle.dumps(("ok", fn(rank, world, *args)))
-        )  # plain pickle: no shared memory outlives the rank
+        pipe.send_bytes(pickle.dumps(("ok", fn(rank, world, *args))))  # plain pickle: no shared memory outlives the rank
     except BaseException:  # the parent reports it
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
         sys.stderr.flush()
@@ -119,7 +115,5 @@ def run_ranks(
         return outcomes
     bad = [r for r, o in enumerate(outcomes) if o.error or o.exitcode]
     if bad:
-        raise RanksFailed(
-            "\n".join(f"--- rank {r} (exit code {outcomes[r].exitcode})\n{outcomes[r].error or ''}" for r in bad)
-        )
+        raise RanksFailed("\n".join(f"--- rank {r} (exit code {outcomes[r].exitcode})\n{outcomes[r].error or ''}" for r in bad))
     return [o.value for o in outcomes]

@@ -95,11 +95,7 @@ def violations(root: Path, floors: dict[str, int], limits: dict[str, int]) -> li
 def cycle(root: Path) -> list[str] | None:
     """One cycle of imports, as a list of modules that starts and ends with the same one."""
     known = modules(root)
-    graph = {
-        n: {t for _, t in imports(p, n, set(known)) if t in known and t != n}
-        for n, p in known.items()
-        if n != root.name
-    }
+    graph = {n: {t for _, t in imports(p, n, set(known)) if t in known and t != n} for n, p in known.items() if n != root.name}
     state: dict[str, int] = {}
     path: list[str] = []
 

@@ -40,9 +40,7 @@ def test_the_check_sees(text: str) -> None:
 HEAVY = ("torch", "numpy", "transformers", "pydantic")
 
 
-@pytest.mark.parametrize(
-    "module", ["zeroengine", "zeroengine.launcher", "zeroengine.launcher.cli", "zeroengine.errors"]
-)
+@pytest.mark.parametrize("module", ["zeroengine", "zeroengine.launcher", "zeroengine.launcher.cli", "zeroengine.errors"])
 def test_import_is_light(module: str) -> None:
     code = f"import sys, {module}; sys.exit(' '.join(m for m in {HEAVY!r} if m in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -31,9 +31,7 @@ class Degrees:
     tp: int = 1
 
     @staticmethod
-    def resolve(
-        world_size: int, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
-    ) -> Degrees:
+    def resolve(world_size: int, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1) -> Degrees:
         """Fills in `dp_shard` = -1 with what is left of `world_size`; raises `ConfigError` for impossible degrees."""
         given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
         for name, size in given.items():
@@ -158,9 +156,7 @@ class Mesh:
         self.fabric.close()
 
 
-def build_mesh(
-    fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1
-) -> Mesh:
+def build_mesh(fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1) -> Mesh:
     """Builds the mesh of a job once, from degrees; `ep` folds over dp_shard and cp. Collective over the world."""
     degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     # dimensions of one rank would cost one group for every rank of the world

@@ -105,9 +105,7 @@ def test_missing_deepspeed_is_one_line_and_no_failure(tmp_path: Path, capsys: py
         (["--deepspeed-python", "/nowhere/python"], "/nowhere/python: no such program"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_are_refused_before_anything_starts(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         compare.main(arguments)
     assert ended.value.code == 2

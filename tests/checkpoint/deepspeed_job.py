@@ -1,6 +1,6 @@
 """One rank of a DeepSpeed job, run by an interpreter that has DeepSpeed: saves in the middle of several runs and goes on.
 
-    python deepspeed_job.py RANK WORLD PORT FOLDER
+python deepspeed_job.py RANK WORLD PORT FOLDER
 """
 
 from __future__ import annotations

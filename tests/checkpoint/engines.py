@@ -100,7 +100,7 @@ def wrong(engine: Any) -> list[str]:
             found.append(f"step of {piece.name}")
     whole = engine.full_state_dict()
     for name, value in (whole or {}).items():
-        key = f"model.{ {'head.weight': 'emb.weight'}.get(name, name)}"
+        key = f"model.{ {'head.weight': 'emb.weight'}.get(name, name) }"
         expected = truth(key, tuple(value.shape)).view(value.shape).to(value.dtype)
         if name not in ("seen", "turned") and not (_as_frozen(name, value, expected) or torch.equal(value, expected)):
             found.append(f"gathered {name}")

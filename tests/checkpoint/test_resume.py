@@ -51,9 +51,7 @@ def _three_and_three(rank: int, world: int, folder: str) -> dict[str, list[bool]
             engine.load_checkpoint(at)
             again = train(engine, 3, 3, rank)
             after = {k: [p.data for p in parts] for k, parts in held(engine).items()}
-            same = state.keys() == after.keys() and all(
-                torch.equal(a, b) for k in state for a, b in zip(state[k], after[k], strict=True)
-            )
+            same = state.keys() == after.keys() and all(torch.equal(a, b) for k in state for a, b in zip(state[k], after[k], strict=True))
             engine.destroy()
             found[f"{name} at stage {stage}"] = [again == losses, same]
     return found

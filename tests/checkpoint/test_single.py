@@ -133,9 +133,7 @@ BREAKS = {_cut: "bytes instead of", _lose: "is missing", _unmark: "has no comple
 
 
 @pytest.mark.parametrize(("break_it", "reason"), BREAKS.items())
-def test_a_broken_one_is_skipped_with_a_warning(
-    tmp_path: Path, warnings: pytest.LogCaptureFixture, break_it: Any, reason: str
-) -> None:
+def test_a_broken_one_is_skipped_with_a_warning(tmp_path: Path, warnings: pytest.LogCaptureFixture, break_it: Any, reason: str) -> None:
     for step in (3, 1, 2, 4):  # in order of time, not of name
         _save(tmp_path / f"global_step{step}", step)
     break_it(tmp_path / "global_step4")

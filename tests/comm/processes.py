@@ -23,9 +23,7 @@ class Ended:
     seconds: float  # from the fault (the line "FAULT <time>" of any rank) to the end of this rank
 
 
-def run_processes(
-    scenario: str, world: int, *arguments: object, timeout: float = 60.0, victims: tuple[int, ...] = ()
-) -> list[Ended]:
+def run_processes(scenario: str, world: int, *arguments: object, timeout: float = 60.0, victims: tuple[int, ...] = ()) -> list[Ended]:
     """`victims` may stay behind (stopped): they are killed when the others have ended."""
     port = free_port()
     procs, files = [], []
@@ -59,7 +57,4 @@ def run_processes(
         outputs.append(file.read())
     faults = [float(line.split()[1]) for text in outputs for line in text.splitlines() if line.startswith("FAULT ")]
     zero = min(faults, default=start)
-    return [
-        Ended(None if r in killed else procs[r].returncode, outputs[r], (ends[r] or time.time()) - zero)
-        for r in range(world)
-    ]
+    return [Ended(None if r in killed else procs[r].returncode, outputs[r], (ends[r] or time.time()) - zero) for r in range(world)]

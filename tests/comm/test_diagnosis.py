@@ -9,9 +9,7 @@ import pytest
 from zeroengine.comm.diagnosis import Diagnosis, Verdict
 from zeroengine.comm.status import PeerView, Status, Wait, pack_ranks, unpack_ranks
 
-BASE = Status(
-    beat=5, pid=1, host="node7", machine="elsewhere", started="1", issued={"params": 3}, line="train.py:1 (f)"
-)
+BASE = Status(beat=5, pid=1, host="node7", machine="elsewhere", started="1", issued={"params": 3}, line="train.py:1 (f)")
 
 
 def wait(lane: str, index: int, ranks: list[int]) -> Wait:

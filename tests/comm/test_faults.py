@@ -92,9 +92,7 @@ def test_a_slow_rank_is_no_error() -> None:
     ended = run_processes("slow", 3, 1, 3, 2)
     for rank, mine in enumerate(ended):
         assert mine.code == 0 and "FINE" in mine.output, f"rank {rank}\n{mine.output}"
-    assert re.search(
-        r"WARNING.*'layers\.7\.weight'.*rank 1 .*user code at comm/faults\.py:\d+ \(slow\)", ended[0].output
-    )
+    assert re.search(r"WARNING.*'layers\.7\.weight'.*rank 1 .*user code at comm/faults\.py:\d+ \(slow\)", ended[0].output)
 
 
 def test_a_rank_that_stays_in_user_code_is_lost_in_the_end() -> None:

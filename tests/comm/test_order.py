@@ -78,9 +78,7 @@ def _traffic(rank: int, world: int) -> tuple[dict[str, int], dict[str, int]]:
     comm.all_reduce(torch.zeros(100), "n").wait()
     comm.broadcast(full, 0, "b").wait()
     comm.all_to_all(full, full.clone(), "a").wait()
-    comm.all_to_all(
-        torch.zeros(world), torch.zeros(world), "u", output_splits=[1] * world, input_splits=[1] * world
-    ).wait()
+    comm.all_to_all(torch.zeros(world), torch.zeros(world), "u", output_splits=[1] * world, input_splits=[1] * world).wait()
     if rank < 2:
         (comm.send(shard, 1, "s") if rank == 0 else comm.recv(shard, 0, "s")).wait()
     comm.exchange(torch.zeros(2, dtype=torch.int64), "e")

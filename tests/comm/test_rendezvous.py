@@ -36,15 +36,9 @@ print("FINE")
 
 
 def run_alone(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     clean |= {"PYTHONPATH": str(ROOT), **env}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_lone_process_needs_no_variables() -> None:

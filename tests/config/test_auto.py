@@ -84,16 +84,14 @@ def test_sizes_without_a_width_are_the_engines_choice() -> None:
     assert config.to_dict() == {"zero_optimization": {"stage": 3}}
 
 
-@pytest.mark.parametrize(
-    "path", ["zero_optimization.stage", "zero_optimization.offload_param.device", "optimizer.params.x"]
-)
+@pytest.mark.parametrize("path", ["zero_optimization.stage", "zero_optimization.offload_param.device", "optimizer.params.x"])
 def test_result_changing_keys_have_no_default_answer(path: str) -> None:
     value: Any = "auto"
     for name in reversed(path.split(".")):
         value = {name: value}
     if path.startswith("optimizer"):
         value["optimizer"]["type"] = "Adam"
-    with pytest.raises(ConfigError, match=f"`{path}` is \"auto\""):
+    with pytest.raises(ConfigError, match=f'`{path}` is "auto"'):
         Config.load(value)
     assert Config.load(value, facts={path: {"stage": 2, "device": "cpu", "x": 5}[path.rpartition(".")[2]]})
 

@@ -143,9 +143,7 @@ def test_all_problems_are_named_at_once() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam", "adamw", "SGD", "lamb", "Lion", "ADAGRAD", "muon", "Adafactor", "RMSprop", "rmsprop", "NAdam"]
-)
+@pytest.mark.parametrize("name", ["Adam", "adamw", "SGD", "lamb", "Lion", "ADAGRAD", "muon", "Adafactor", "RMSprop", "rmsprop", "NAdam"])
 def test_optimizer_names(name: str) -> None:
     section = Config.load({"optimizer": {"type": name}}).optimizer
     assert section is not None and section.type.lower() == name.lower()

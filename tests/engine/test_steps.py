@@ -250,7 +250,7 @@ def _after_exceptions(rank: int, ranks: int) -> list[str]:
     for stage in STAGES:
         for bucket in (TINY, DEFAULT):
             engine = _make(mesh, stage, bucket, Fails)
-            for ((x,),) in ([[micro[rank : rank + 1] for micro in step] for step in _batches(2, 1, ranks)]):
+            for ((x,),) in [[micro[rank : rank + 1] for micro in step] for step in _batches(2, 1, ranks)]:
                 for context in (torch.enable_grad(), torch.no_grad()):
                     engine.module.fail = True
                     with context, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -338,9 +338,9 @@ def test_two_engines_and_a_joint_loss() -> None:
 
 
 def _hooks(module: nn.Module) -> int:
-    return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called) for m in module.modules()
-    ) + sum(len(p._backward_hooks or ()) + len(p.__dict__) for p in module.parameters())
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called) for m in module.modules()) + sum(
+        len(p._backward_hooks or ()) + len(p.__dict__) for p in module.parameters()
+    )
 
 
 def _again_and_again(rank: int, ranks: int) -> list[str]:
@@ -349,9 +349,9 @@ def _again_and_again(rank: int, ranks: int) -> list[str]:
     identities = [id(p) for p in model.parameters()]
     mine = fresh(mlp)
     for i, stage in enumerate((3, 0, 2, 3, 1)):
-        engine = zeroengine.initialize(
-            model=model, config=settings(Case("", mlp, lambda m, w: m, optimizer=SGD), stage, TINY), mesh=mesh
-        )[0]
+        engine = zeroengine.initialize(model=model, config=settings(Case("", mlp, lambda m, w: m, optimizer=SGD), stage, TINY), mesh=mesh)[
+            0
+        ]
         for step in _batches(2, 1, ranks):
             engine.backward(engine(step[0][rank]).square().mean())
             engine.step()

@@ -25,9 +25,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-model")
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator([" ".join(WORDS)] * 4, vocab_size=300, special_tokens=["<end>", "<pad>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token="<end>", pad_token="<pad>"
-    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<end>", pad_token="<pad>")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -54,11 +52,7 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = []
     for number in range(120):
         words = [rng.choice(WORDS) for _ in range(4)]
-        lines.append(
-            json.dumps(
-                {"prompt": f"{number} " + " ".join(words) + " : ", "completion": (words[0] + " ") * (number % 3 + 1)}
-            )
-        )
+        lines.append(json.dumps({"prompt": f"{number} " + " ".join(words) + " : ", "completion": (words[0] + " ") * (number % 3 + 1)}))
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

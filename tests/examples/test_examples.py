@@ -91,9 +91,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tiny_model: Path, pa
     expected = weights(tmp_path / "whole")
     interrupted = tmp_path / "interrupted" / "checkpoint"
     shutil.copytree(tmp_path / "whole" / "checkpoint" / "global_step5", interrupted / "global_step5")
-    out = run_example(
-        "finetune_causal_lm.py", *options, "--steps", 8, "--output", tmp_path / "rest", "--resume", interrupted.parent
-    )
+    out = run_example("finetune_causal_lm.py", *options, "--steps", 8, "--output", tmp_path / "rest", "--resume", interrupted.parent)
     assert "after step 5" in out
     rest = weights(tmp_path / "rest")
     assert all(expected[name].equal(rest[name]) for name in expected)
@@ -243,9 +241,7 @@ def test_bad_input_is_refused(
     assert message in err
 
 
-@pytest.mark.parametrize(
-    "flags", [("--lr", "-1"), ("--lr", "fast"), ("--steps", "0"), ("--steps", "-2"), ("--dtype", "int8")]
-)
+@pytest.mark.parametrize("flags", [("--lr", "-1"), ("--lr", "fast"), ("--steps", "0"), ("--steps", "-2"), ("--dtype", "int8")])
 def test_flags_out_of_range_are_refused(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     import finetune_causal_lm as script
 

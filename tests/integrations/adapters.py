@@ -115,9 +115,7 @@ def _sft(pretrained: str, folder: Path, stage: int | None) -> dict[str, Any]:
         gradient_checkpointing=False, completion_only_loss=True, **how,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": words(i * 7, 2 + i % 4), "completion": " " + words(i, 1 + i % 5)} for i in range(24)])
-    trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(pretrained), args, train_dataset=data, processing_class=tokenizer()
-    )
+    trainer = SFTTrainer(AutoModelForCausalLM.from_pretrained(pretrained), args, train_dataset=data, processing_class=tokenizer())
     trainer.train()
     result = {"train": losses_of(trainer), "logits": logits(trainer.model)}
     if stage is not None:

@@ -43,6 +43,7 @@ def load_before_everything(rank: int, world: int, pretrained: str, folder: str) 
     """The model first, before a process group or arguments exist."""
     stand_in()
     from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
+
     told = zero3()
     started = torch.distributed.is_initialized()
     model = AutoModelForCausalLM.from_pretrained(pretrained)
@@ -99,6 +100,7 @@ def resize(rank: int, world: int, tied: str, untied: str, folder: str) -> list[d
     """Embeddings that grow before the engine is made, and a step afterwards."""
     stand_in()
     from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, Trainer
+
     results: list[dict[str, Any]] = []
     for path in (tied, untied):
         fresh_accelerate()
@@ -173,6 +175,7 @@ def load_big(rank: int, world: int, folder: str) -> tuple[int, int]:
     """(most memory while it was loaded, bytes of the largest parameter)."""
     stand_in()
     from transformers import AutoModelForCausalLM
+
     told = zero3()
     AutoModelForCausalLM.from_config(model_config())  # what the first use of everything costs
     with PeakMemory() as memory:
@@ -180,5 +183,3 @@ def load_big(rank: int, world: int, folder: str) -> tuple[int, int]:
     del told
     assert is_cut(model)
     return memory.grown, max(p.nbytes for p in model.parameters())
-
-

@@ -33,9 +33,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.mark.parametrize("case", range(len(ENGINES)), ids=lambda i: str(ENGINES[i]))
-def test_an_adapter_trains_as_without_an_engine_and_is_saved_whole(
-    case: int, trained: list[dict[str, Any]]
-) -> None:
+def test_an_adapter_trains_as_without_an_engine_and_is_saved_whole(case: int, trained: list[dict[str, Any]]) -> None:
     got, expected = trained[len(PLAIN) + case], trained[KINDS.index(str(ENGINES[case]["kind"]))]
     assert close(got["train"], expected["train"]), (got["train"], expected["train"])
     assert close(got["logits"], expected["logits"], 1e-4)

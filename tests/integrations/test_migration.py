@@ -17,7 +17,7 @@ ELSEWHERE = {
     "`deepspeed.moe.layer.MoE`, `deepspeed.moe.utils`",
     "`deepspeed.sequence.layer.DistributedAttention`",
     "`deepspeed --num_gpus 8 train.py`",
-    "`TrainingArguments(deepspeed=…)`, \"auto\"",
+    '`TrainingArguments(deepspeed=…)`, "auto"',
     "`accelerate launch --use_deepspeed`",
     "`from_pretrained` and `from_config` under ZeRO-3",
     "`model.save_pretrained` of the inner model at stage 3",

@@ -76,14 +76,10 @@ class Launches:
         path.write_text(textwrap.dedent(text))
         return str(path)
 
-    def start(
-        self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None, within: Sequence[str] = ()
-    ) -> Job:
+    def start(self, *argv: str, env: dict[str, str] | None = None, cwd: Path | None = None, within: Sequence[str] = ()) -> Job:
         """`within`: a command that runs the rest of its line somewhere else."""
         mark = uuid.uuid4().hex
-        clean = {
-            k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
-        }
+        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
         process = subprocess.Popen(
             [*within, sys.executable, ZERORUN, *argv],
             env={**clean, "TEST_OF_ZERORUN": mark, "FOLDER": str(self.folder), **(env or {})},

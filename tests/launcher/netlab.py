@@ -162,7 +162,8 @@ def keys(folder: Path) -> None:
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
     shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
     os.chmod(folder / "authorized_keys", 0o600)
-    (folder / "sshd_config").write_text(textwrap.dedent(f"""\
+    (folder / "sshd_config").write_text(
+        textwrap.dedent(f"""\
         HostKey {folder}/host_key
         AuthorizedKeysFile {folder}/authorized_keys
         StrictModes no
@@ -171,7 +172,8 @@ def keys(folder: Path) -> None:
         PidFile none
         PermitRootLogin prohibit-password
         MaxStartups 100
-    """))
+    """)
+    )
     Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
 
 
@@ -221,4 +223,3 @@ def wait_for_text(path: Path, text: str, bound: float) -> bool:
             return False
 
     return wait_until(there, bound)
-

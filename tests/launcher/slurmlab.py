@@ -26,7 +26,8 @@ def configuration(lab: Lab, folder: Path) -> str:
     nodes = "".join(
         f"NodeName={h.name} NodeAddr={h.address} CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1\n" for h in lab.hosts
     )
-    return textwrap.dedent(f"""\
+    return (
+        textwrap.dedent(f"""\
         ClusterName=lab
         SlurmctldHost={os.uname().nodename}({lab.subnet}.254)
         SlurmUser=root
@@ -51,7 +52,9 @@ def configuration(lab: Lab, folder: Path) -> str:
         MailProg=/bin/true
         KillWait=8
         PartitionName=all Nodes=ALL Default=YES State=UP
-    """) + nodes
+    """)
+        + nodes
+    )
 
 
 @contextmanager

@@ -78,9 +78,7 @@ def test_a_rank_that_raises_and_then_hangs_ends_the_job(launches: Launches, rest
     assert not job.alive()
 
 
-@pytest.mark.parametrize(
-    ("number", "ignored"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, False)]
-)
+@pytest.mark.parametrize(("number", "ignored"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, False)])
 def test_a_signal_to_the_launcher_ends_the_job(launches: Launches, number: signal.Signals, ignored: bool) -> None:
     script = with_grandchild(launches, before=IGNORE_SIGTERM if ignored else "pass")
     job = launches.start("--nproc", "2", "--grace", "2", script)

@@ -86,9 +86,7 @@ CLOSED = "raise RuntimeError('[gloo] Connection closed by peer [127.0.0.1]:4711'
         ("time.sleep(0.3); raise KeyError('cause')", CLOSED),
     ],
 )
-def test_a_consequence_that_comes_earlier_is_not_shown_as_the_cause(
-    launches: Launches, cause: str, consequence: str
-) -> None:
+def test_a_consequence_that_comes_earlier_is_not_shown_as_the_cause(launches: Launches, cause: str, consequence: str) -> None:
     job = launches.run("--nproc", "2", launches.script(BLAMED.format(cause=cause, consequence=consequence)))
     assert "rank 1 failed first" in job.err
     assert job.process.returncode == (9 if "_exit" in cause else 1)
@@ -112,9 +110,7 @@ def test_the_traceback_is_shown_once_and_without_the_launchers_frames(launches: 
 
 
 def test_a_hook_of_the_programs_own_is_called(launches: Launches) -> None:
-    script = (
-        "import sys\nsys.excepthook = lambda kind, error, trace: print('hooked', kind.__name__)\nraise ValueError('x')"
-    )
+    script = "import sys\nsys.excepthook = lambda kind, error, trace: print('hooked', kind.__name__)\nraise ValueError('x')"
     job = launches.run("--nproc", "1", launches.script(script))
     assert job.out == "hooked ValueError\n"
 

@@ -78,11 +78,14 @@ def test_one_command_for_all_hosts(launches: Launches, hosts: Lab, name: str) ->
     args = ["--launcher-args", f"--mca plm_rsh_args '-F {hosts.ssh_config}'"] if name == "mpi" else []
     env = {**MPI, "PDSH_SSH_ARGS_APPEND": f"-F {hosts.ssh_config}", "MY_SECRET": "pass word", "HOME": str(launches.folder)}
     options = ["--launcher", name, *args, "--launcher-addr", f"{hosts.subnet}.254", "--hostfile", hosts.hostfile(launches.folder, count=2)]
-    script = launches.script(SUM + """
+    script = launches.script(
+        SUM
+        + """
     import sys
     if os.environ["RANK"] == "1":
         sys.exit(5 if os.environ["MY_SECRET"] == "pass word" else 6)
-    """)
+    """
+    )
     job = launches.start(*options, "--env", "MY_SECRET", script, env=env)
     assert job.finish() == 5, job.err
     assert sorted(job.out.splitlines()) == lines_of(hosts, 2)
@@ -142,4 +145,3 @@ def test_the_first_host_does_not_answer(launches: Launches, hosts: Lab) -> None:
     job = launches.start(*argv, launches.script("pass"), within=hosts.hosts[0].enter())
     assert job.finish(20) == 2
     assert f"n1 cannot reach the launcher at {hosts.hosts[2].address}:29400 within 2 s: Connection refused" in job.err
-

@@ -48,9 +48,7 @@ def test_arguments_and_environment_arrive_as_they_are(launches: Launches) -> Non
 def test_a_module(launches: Launches) -> None:
     launches.script("", "pack/__init__.py")
     launches.script("import sys; from . import __name__ as p; print(p, __package__, sys.argv[1:])", "pack/__main__.py")
-    launches.script(
-        "import pickle, sys\nclass A: pass\npickle.loads(pickle.dumps(A()))\nprint(__spec__.name)", "pack/mod.py"
-    )
+    launches.script("import pickle, sys\nclass A: pass\npickle.loads(pickle.dumps(A()))\nprint(__spec__.name)", "pack/mod.py")
     job = launches.run("--nproc", "1", "-m", "pack", "-x")
     assert (job.process.returncode, job.out) == (0, "pack pack ['-x']\n")
     job = launches.run("--nproc", "1", "--module", "pack.mod")
@@ -106,9 +104,7 @@ def test_master_port(launches: Launches) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = str(probe.getsockname()[1])
-    job = launches.run(
-        "--nproc", "1", "--master-port", free, launches.script("import os; print(os.environ['MASTER_PORT'])")
-    )
+    job = launches.run("--nproc", "1", "--master-port", free, launches.script("import os; print(os.environ['MASTER_PORT'])"))
     assert (job.process.returncode, job.out) == (0, f"{free}\n")
 
 
@@ -157,9 +153,7 @@ def test_a_wrong_command_line_is_refused(
     assert error.startswith("zerorun: error: ") and message in error and error.count("\n") == 1
 
 
-def test_a_log_file_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("")
     (tmp_path / "logs" / "rank0.out").mkdir(parents=True)

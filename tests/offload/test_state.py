@@ -147,9 +147,7 @@ def test_a_skipped_step_changes_nothing(tmp_path: Path) -> None:
 def test_memory_is_as_planned(buffers: int, tmp_path: Path) -> None:
     disk = {"device": "nvme", "buffer_count": buffers}
     plans = [
-        Plan(stage, disk, values, dtype)
-        for stage, values in ((1, None), (2, None), (3, None), (3, disk))
-        for dtype in ("fp32", "bf16")
+        Plan(stage, disk, values, dtype) for stage, values in ((1, None), (2, None), (3, None), (3, disk)) for dtype in ("fp32", "bf16")
     ]
     plans.append(Plan(2, {**disk, "ratio": 0.5}))
     for results in run_ranks(run_all, 2, plans, str(tmp_path), timeout=150):

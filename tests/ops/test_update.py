@@ -21,9 +21,7 @@ from zeroengine.ops.sources import Sources, csrc
 from zeroengine.ops.toolchain import Compiler, Target, cxx_flags
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-NUMBERS = st.lists(
-    st.floats(-2, 2, width=32) | st.sampled_from([0.0, 0.1, 0.999, 1e-3, 1e-8, 1.0]), min_size=7, max_size=7
-)
+NUMBERS = st.lists(st.floats(-2, 2, width=32) | st.sampled_from([0.0, 0.1, 0.999, 1e-3, 1e-8, 1.0]), min_size=7, max_size=7)
 SCALES = st.sampled_from([1.0, 0.5, 1 / 3, 1 / 65536, 0.0])
 
 
@@ -59,18 +57,14 @@ def test_an_update_equals_its_twin(dll: ctypes.CDLL, rule: Rule, data: st.DataOb
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
 @FEW
 @given(n=SIZES, cuts=st.lists(st.floats(0, 1), max_size=4), seed=st.integers(0, 10**6), threads=st.integers(1, 2))
-def test_cuts_do_not_show(
-    dll: ctypes.CDLL, rule: Rule, n: int, cuts: list[float], seed: int, threads: int
-) -> None:
+def test_cuts_do_not_show(dll: ctypes.CDLL, rule: Rule, n: int, cuts: list[float], seed: int, threads: int) -> None:
     whole = segment(rule, n, [torch.float32, torch.float32, torch.bfloat16], [0.1, 0.9, 0.1, 1e-2, 1.0, 1e-8, 0.1], seed, True, 0)
     other = cloned(whole)
     native.update(dll, rule, [whole], 0.5)
     at = sorted({0, n, *(round(c * n) for c in cuts)})
     param, grad, states, copy, hypers = other
     assert copy is not None
-    pieces = [
-        (param[a:b], grad[a:b], [s[a:b] for s in states], copy[a:b], hypers) for a, b in zip(at, at[1:], strict=False)
-    ]
+    pieces = [(param[a:b], grad[a:b], [s[a:b] for s in states], copy[a:b], hypers) for a, b in zip(at, at[1:], strict=False)]
     if pieces:
         native.update(dll, rule, pieces, 0.5)
     for x, y in zip(parts(whole), parts(other), strict=True):

@@ -20,12 +20,8 @@ def _scales(scaler: LossScaler, pattern: str) -> list[float]:
     return result
 
 
-def _dynamic(
-    scale: float = 256.0, window: int = 2, hysteresis: int = 1, consecutive: bool = False, minimum: float = 1.0
-) -> LossScaler:
-    return LossScaler(
-        scale, dynamic=True, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, min_scale=minimum
-    )
+def _dynamic(scale: float = 256.0, window: int = 2, hysteresis: int = 1, consecutive: bool = False, minimum: float = 1.0) -> LossScaler:
+    return LossScaler(scale, dynamic=True, window=window, hysteresis=hysteresis, consecutive_hysteresis=consecutive, min_scale=minimum)
 
 
 @pytest.mark.parametrize(

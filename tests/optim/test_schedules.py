@@ -23,9 +23,7 @@ from zeroengine.optim.schedules import (
 
 
 def _optimizer(rates: tuple[float, ...] = (0.1,), tensor: bool = False) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(rate) if tensor else rate} for rate in rates
-    ]
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(rate) if tensor else rate} for rate in rates]
     return torch.optim.AdamW(groups, betas=(0.85, 0.95))
 
 

@@ -44,22 +44,26 @@ def build(kind: str) -> nn.Module:
         )
     elif kind == "gemma":
         model = hf.Gemma3ForCausalLM(
-            hf.Gemma3TextConfig(**SMALL, **ffn, **heads, num_key_value_heads=2, head_dim=8, sliding_window=5,
-                                layer_types=["sliding_attention", "full_attention"])  # fmt: skip
+            hf.Gemma3TextConfig(
+                **SMALL,
+                **ffn,
+                **heads,
+                num_key_value_heads=2,
+                head_dim=8,
+                sliding_window=5,
+                layer_types=["sliding_attention", "full_attention"],
+            )  # fmt: skip
         )
     elif kind == "gpt2":
         model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0,
-                          attn_pdrop=0.0)  # fmt: skip
+            hf.GPT2Config(
+                vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            )  # fmt: skip
         )
     elif kind == "opt":
-        model = hf.OPTForCausalLM(
-            hf.OPTConfig(**SMALL, **heads, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, attention_dropout=0.0)
-        )
+        model = hf.OPTForCausalLM(hf.OPTConfig(**SMALL, **heads, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, attention_dropout=0.0))
     else:
-        model = hf.BertForMaskedLM(
-            hf.BertConfig(**SMALL, **ffn, **heads, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        )
+        model = hf.BertForMaskedLM(hf.BertConfig(**SMALL, **ffn, **heads, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     return model.train()
 
 

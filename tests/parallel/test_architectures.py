@@ -48,9 +48,7 @@ SEQUENCES |= {
     "computed again": ("again", sequence("ring", 2, 3)),
     "sum": ("llama", sequence("ulysses", 2, 2, gradient_reduction="sum")),
 }
-FOUR: Runs = {
-    f"{kind} ulysses2 x ring2 stage {stage}": (kind, sequence("usp", 4, stage, ulysses=2)) for kind in KINDS for stage in (1, 3)
-}
+FOUR: Runs = {f"{kind} ulysses2 x ring2 stage {stage}": (kind, sequence("usp", 4, stage, ulysses=2)) for kind in KINDS for stage in (1, 3)}
 FOUR |= {
     "tp4, two key heads": ("llama", tensor(4, 1)),
     "tp4+sp": ("gpt2", tensor(4, 3, True)),

@@ -267,9 +267,7 @@ def _automatic(rank: int, world: int) -> tuple[float, float]:
     layers = TensorParallel(model, automatic_plan(model), fabric.communicator("tensor"), torch.device("cpu"))
     got = model(x)
     got.sum().backward()
-    error = max(
-        float((whole_value(p, p.grad, n) - grads[n]).abs().max()) for n, p in model.named_parameters()
-    )
+    error = max(float((whole_value(p, p.grad, n) - grads[n]).abs().max()) for n, p in model.named_parameters())
     layers.remove(model)
     assert float((model(x) - want).abs().max()) < 1e-5 and type(model[0].mlp[0]) is nn.Linear
     fabric.close()

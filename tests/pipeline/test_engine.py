@@ -18,9 +18,7 @@ def _train(rank: int, world: int, pipeline: int, cases: list[Case], weighted: bo
     data_rank = rank % (world // pipeline)
     found, engines = [], []
     for schedule, chunks, micro, stage in cases:
-        model = common.module(
-            pipeline, schedule=schedule, virtual_stages=chunks, loss_weight=common.targets if weighted else None
-        )
+        model = common.module(pipeline, schedule=schedule, virtual_stages=chunks, loss_weight=common.targets if weighted else None)
         engine, *_ = zeroengine.initialize(model=model, config=common.config(stage, micro, **more))
         losses, norms = [], []
         for step in range(2):

@@ -66,8 +66,13 @@ def _run(rank: int, world: int, cases: list[tuple[str, int, int]]) -> list[Any]:
 
 CASES = {
     2: [
-        ("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("zb-v", 4, 2),
-        ("dualpipe-v", 5, 2), ("1f1b", 1, 1),
+        ("gpipe", 4, 1),
+        ("1f1b", 4, 1),
+        ("interleaved", 4, 2),
+        ("zb-h1", 4, 1),
+        ("zb-v", 4, 2),
+        ("dualpipe-v", 5, 2),
+        ("1f1b", 1, 1),
     ],
     3: [("1f1b", 5, 1), ("interleaved", 6, 3), ("zb-v", 5, 2)],
 }

@@ -70,9 +70,7 @@ def find_deepspeed(directory: Path, tag: str | None) -> Path | None:
     return folder if (folder / "zero").is_dir() or next(folder.glob("*mp_rank_*_model_states.pt"), None) else None
 
 
-def find_foreign(
-    directory: Path, tag: str | None = None, *, process_group: ProcessGroup | None, rank: int, world: int
-) -> Path | None:
+def find_foreign(directory: Path, tag: str | None = None, *, process_group: ProcessGroup | None, rank: int, world: int) -> Path | None:
     """`find_deepspeed` by rank 0 for all ranks. Collective."""
 
     def work() -> str | None:
@@ -269,4 +267,3 @@ def loss_scale_state(scaler: Any) -> dict[str, float] | None:
         return None
     good = int(found["cur_iter"]) - int(found.get("last_overflow_iter", -1)) - 1
     return {"scale": float(found["cur_scale"]), "good_steps": max(good, 0), "credit": int(found.get("cur_hysteresis", 1))}
-

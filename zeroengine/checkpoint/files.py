@@ -144,8 +144,10 @@ class TorchFile(_File):
             reader = torch._C.PyTorchFileReader(str(self.part))
             # Storages are numbered in the order in which they are first met.
             self._records = {entry.name: f"data/{i}" for i, entry in enumerate(entries)}
-            self._places = {name: reader.get_record_offset(record)  # type: ignore[attr-defined]
-                            for name, record in self._records.items()}
+            self._places = {
+                name: reader.get_record_offset(record)  # type: ignore[attr-defined]
+                for name, record in self._records.items()
+            }
             del reader
             self._open()
         except OSError:

@@ -94,9 +94,7 @@ def begin(final: Path) -> Path:
     check_tag(final.name)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists() and not _replaceable(final):
-        raise CheckpointError(
-            f"{final} exists and is not a checkpoint, so it is not replaced: choose another tag or remove it"
-        )
+        raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not replaced: choose another tag or remove it")
     for hidden, tag in _hidden(final.parent):
         if tag == final.name or _writer_is_gone(hidden):
             _clear(hidden, final.parent / tag)

@@ -56,9 +56,7 @@ class _Survey:
     converted: Converted
 
 
-def find_checkpoint(
-    directory: Path, tag: str | None = None, *, process_group: ProcessGroup | None, rank: int, world: int
-) -> Path | None:
+def find_checkpoint(directory: Path, tag: str | None = None, *, process_group: ProcessGroup | None, rank: int, world: int) -> Path | None:
     """The folder to `load` from `directory`: that of `tag`, else the one `latest` names, else the newest complete one.
 
     Collective: rank 0 looks, all get its answer. Without a tag, incomplete checkpoints are skipped with a warning,
@@ -76,9 +74,7 @@ def find_checkpoint(
     return None if name is None else directory / name
 
 
-def read_index(
-    folder: Path, *, process_group: ProcessGroup | None, rank: int, world: int
-) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def read_index(folder: Path, *, process_group: ProcessGroup | None, rank: int, world: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """{key: (shape, dtype)} of the tensors in the checkpoint `folder`. Collective; raises CheckpointError on all ranks."""
 
     def work() -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -145,9 +141,7 @@ def load(
     found, converted = loader.compare(surveys, strict)
     if check is not None:
         check(found)
-    ranks.torch_phase(
-        loader.doing, lambda: dcp.load(dict(loader.views), storage_reader=loader.reader, **ranks.torch_arguments())
-    )
+    ranks.torch_phase(loader.doing, lambda: dcp.load(dict(loader.views), storage_reader=loader.reader, **ranks.torch_arguments()))
     return Loaded(
         loader.folder, loader.marker.world, loader.replicated, loader.per_rank, loader.per_rank_note,
         found.missing, found.unexpected, converted,
@@ -201,9 +195,7 @@ class _Loader:
         index = self.reader.read_metadata()
         self.keys = sorted(index.state_dict_metadata)
         place = {key: i for i, key in enumerate(self.keys)}
-        self.views = {
-            key: ShardedTensorView.of_pieces(key, pieces) for key, pieces in tensors.items() if pieces and key in place
-        }
+        self.views = {key: ShardedTensorView.of_pieces(key, pieces) for key, pieces in tensors.items() if pieces and key in place}
         converted = self._check_fit(index)
         return _Survey(
             index=hashlib.sha256("\n".join(self.keys).encode()).hexdigest(),
@@ -243,16 +235,11 @@ class _Loader:
             converted |= survey.converted
         missing = sorted({key for survey in surveys for key in survey.missing})
         excused = {key for survey in surveys for key in survey.excused}.difference(missing)
-        unexpected = [
-            key
-            for i, key in enumerate(self.keys)
-            if not wanted >> i & 1 and (not self.only or key.startswith(self.only))
-        ]
+        unexpected = [key for i, key in enumerate(self.keys) if not wanted >> i & 1 and (not self.only or key.startswith(self.only))]
         if strict and (missing or unexpected):
             told = [f"{what} keys: {folders.names(keys)}" for what, keys in
                     (("missing", missing), ("unexpected", unexpected)) if keys]  # fmt: skip
             raise CheckpointError(
-                f"{self.doing}: the checkpoint does not fit the model; {'; '.join(told)} (load with strict=False "
-                "to go on without them)"
+                f"{self.doing}: the checkpoint does not fit the model; {'; '.join(told)} (load with strict=False to go on without them)"
             )
         return Comparison(tuple(missing), tuple(sorted(excused)), tuple(unexpected), self.replicated), converted

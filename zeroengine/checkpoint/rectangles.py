@@ -51,8 +51,6 @@ def _cut(dims: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[in
         yield from _in_row(last, dims[1:], 0, end % row)
 
 
-def _in_row(
-    index: int, dims: tuple[int, ...], start: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(index: int, dims: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offsets, sizes in _cut(dims, start, end):
         yield (index, *offsets), (1, *sizes)

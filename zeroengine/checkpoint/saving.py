@@ -64,9 +64,7 @@ class Saver:
         self.saving = self.final
         self.sums: dict[str, FileSum] = {}
 
-    def prepare(
-        self, tensors: Mapping[str, Sequence[Piece]], replicated: Mapping[str, Any], per_rank: Mapping[str, Any]
-    ) -> None:
+    def prepare(self, tensors: Mapping[str, Sequence[Piece]], replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
         """Everything that can go wrong before a byte is written."""
 
         def work() -> str:

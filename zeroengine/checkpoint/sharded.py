@@ -37,9 +37,7 @@ class ShardedTensorView(Tensor):
     _boxes: tuple[Box, ...]
 
     @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, boxes: Sequence[Box]
-    ) -> ShardedTensorView:
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, boxes: Sequence[Box]) -> ShardedTensorView:
         view: ShardedTensorView = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         view._boxes = tuple(boxes)
         return view
@@ -108,8 +106,7 @@ def _check(key: str, pieces: Sequence[Piece]) -> None:
             raise CheckpointError(f"{key}: pieces of shapes {tuple(head.shape)} and {tuple(piece.shape)} on one rank")
         if piece.data.dtype != head.data.dtype or piece.data.device != head.data.device:
             raise CheckpointError(
-                f"{key}: pieces on one rank differ: {head.data.dtype} on {head.data.device}, "
-                f"{piece.data.dtype} on {piece.data.device}"
+                f"{key}: pieces on one rank differ: {head.data.dtype} on {head.data.device}, {piece.data.dtype} on {piece.data.device}"
             )
         if piece.data.dim() != 1 or not piece.data.is_contiguous():
             raise CheckpointError(f"{key}: the data of a piece must be 1-D and contiguous, not {piece.data.shape}")

@@ -121,7 +121,6 @@ class SafeReader(FileSystemReader):
                 raise CheckpointError(f"the index {path} is damaged or not of a checkpoint: {exc}") from exc
         return self._index
 
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
         others: list[ReadItem] = []

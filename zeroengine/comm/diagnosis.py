@@ -121,9 +121,7 @@ class Diagnosis:
         if status is not None and (status.state != "running" or self.wait.lane in status.poisoned):
             return True
         process = view.process(self.machine)
-        if process == "gone" or (
-            process == "stopped" and view.silent > self.stale / 2
-        ):  # a profiler stops it for a moment
+        if process == "gone" or (process == "stopped" and view.silent > self.stale / 2):  # a profiler stops it for a moment
             return True
         return process == "unknown" and view.silent > self.stale
 

@@ -97,9 +97,7 @@ class DirectCommunicator:
         full, shard = full.view(-1), shard.view(-1)
         return DirectWork(all_gather_single(full, shard, group=self._group, async_op=True), (full, shard))
 
-    def reduce_scatter(
-        self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False
-    ) -> Work:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
         self._note("reduce_scatter", subject, full, checks.sent_share(full.nbytes, self.size))
         wide = full if full.dtype == shard.dtype else full.to(shard.dtype)  # the sum is made in the shard's dtype
@@ -162,14 +160,10 @@ class DirectCommunicator:
         return DirectWork(dist.irecv(tensor, self.ranks[src], group=self._group), (tensor,))
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
-        raise TypeError(
-            f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator"
-        )
+        raise TypeError(f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator")
 
     def barrier(self, subject: str) -> None:
-        raise TypeError(
-            f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator"
-        )
+        raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")
 
     def verify_order(self, control: Communicator) -> None:
         """Compares what the group's ranks have issued so far; raises `DivergenceError` on every rank of `control`.

@@ -36,9 +36,7 @@ class Fabric:
     be busy in user code before it counts as lost.
     """
 
-    def __init__(
-        self, device: torch.device | str = "cpu", *, timeout: float = 10.0, stall_timeout: float = 600.0
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, timeout: float = 10.0, stall_timeout: float = 600.0) -> None:
         if not dist.is_initialized():
             raise RankError("no process group: call zeroengine.init_distributed() first")
         if timeout <= 0 or stall_timeout < timeout:
@@ -96,15 +94,11 @@ class Fabric:
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for communicator {name!r} of ranks {members}, which it is not in")
         if list(members) != sorted(set(members)) or members[0] < 0 or members[-1] >= self.world_size:
-            raise ValueError(
-                f"communicator {name!r}: ranks {members} are not ascending within 0..{self.world_size - 1}"
-            )
+            raise ValueError(f"communicator {name!r}: ranks {members} are not ascending within 0..{self.world_size - 1}")
         if any(made.name == name for made in self._made):
             raise ValueError(f"communicator {name!r} exists; streams of one fabric need different names")
 
-    def _watched_group(
-        self, name: str, members: tuple[int, ...]
-    ) -> tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]:
+    def _watched_group(self, name: str, members: tuple[int, ...]) -> tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]:
         """Connecting waits for every member: in a lane, so that one that never comes is named."""
         if self._watch is None:
             raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")

@@ -18,9 +18,7 @@ KINDS = (
 )  # fmt: skip
 SUBJECT_BYTES = 256
 _KIND_CODE = {kind: i for i, kind in enumerate(KINDS)}
-_DTYPES: tuple[torch.dtype, ...] = tuple(
-    sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-)
+_DTYPES: tuple[torch.dtype, ...] = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 _DTYPE_CODE = {dtype: i for i, dtype in enumerate(_DTYPES)}
 
 
@@ -70,9 +68,7 @@ def decode(header: Sequence[int], text: bytes) -> str:
     subject, _, detail = text.partition(b"\0")
     kind = KINDS[header[1]] if 0 <= header[1] < len(KINDS) else f"operation code {header[1]}"
     dtype = _DTYPES[header[4]] if 0 <= header[4] < len(_DTYPES) else torch.uint8
-    what = describe(
-        kind, subject.decode(errors="replace"), header[3], dtype, detail.rstrip(b"\0").decode(errors="replace")
-    )
+    what = describe(kind, subject.decode(errors="replace"), header[3], dtype, detail.rstrip(b"\0").decode(errors="replace"))
     return f"operation {header[0]}: {what}"
 
 

@@ -39,9 +39,7 @@ class LocalCommunicator:
         return self._copy("all_gather", full, shard)
 
     @torch.no_grad()
-    def reduce_scatter(
-        self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False
-    ) -> Work:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, 1, shard, full, scale, subject)
         self.traffic.count("reduce_scatter", 0)
         shard, full = shard.view(-1), full.view(-1)
@@ -78,9 +76,7 @@ class LocalCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         checks.check_all_to_all(self.name, 1, output, input, subject, output_splits, input_splits)
-        checks.require(
-            output.numel() == input.numel(), "all_to_all of a group of one: unequal sizes", self.name, subject
-        )
+        checks.require(output.numel() == input.numel(), "all_to_all of a group of one: unequal sizes", self.name, subject)
         return self._copy("all_to_all", output, input)
 
     def send(self, tensor: Tensor, dst: int, subject: str) -> Work:

@@ -70,9 +70,7 @@ class Communicator(Protocol):
         """full[i*S:(i+1)*S] = shard of rank i, S = shard.numel(). `shard` may be this rank's slice of `full`."""
         ...
 
-    def reduce_scatter(
-        self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False
-    ) -> Work:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         """shard = scale * sum over ranks of their slice `self.rank` of `full`; added to `shard` when `accumulate`.
 
         The wire carries full.dtype; the sum is made in shard.dtype, in an order that is fixed by rank number and does

@@ -64,9 +64,7 @@ def meet(place: Place, timeout: timedelta) -> dist.Store:
 
 def _serve(place: Place, timeout: timedelta) -> dist.Store:
     try:
-        return dist.TCPStore(
-            place.host, place.port, place.world_size, True, timeout=timeout, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(place.host, place.port, place.world_size, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
         raise RankError(
             f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in "
@@ -100,9 +98,7 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     def connect() -> None:
         try:
             short = timedelta(seconds=_HANDSHAKE_SECONDS / 2)
-            store = dist.TCPStore(
-                place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False
-            )
+            store = dist.TCPStore(place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False)
             store.set_timeout(timeout)
             made.append(store)
         except Exception as error:
@@ -136,17 +132,13 @@ def _check_identity(store: dist.Store, place: Place) -> None:
     deadline = time.monotonic() + _HANDSHAKE_SECONDS
     while not store.check(["world/0"]):
         if time.monotonic() > deadline:
-            raise RankError(
-                f"rank {place.rank}: the store on {place.host}:{place.port} is not kept by rank 0 of this job. "
-                + _PORT_REMEDY
-            )
+            raise RankError(f"rank {place.rank}: the store on {place.host}:{place.port} is not kept by rank 0 of this job. " + _PORT_REMEDY)
         time.sleep(0.05)
     theirs = int(store.get("world/0"))
     if theirs != place.world_size:
         raise RankError(
             f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {theirs} on rank 0 at "
-            f"{place.host}:{place.port}; the ranks were started differently, or another job meets on this port. "
-            + _PORT_REMEDY
+            f"{place.host}:{place.port}; the ranks were started differently, or another job meets on this port. " + _PORT_REMEDY
         )
 
 

@@ -62,9 +62,7 @@ def _from_environment(backend: str, timeout: timedelta, port: int, mpi: bool, ra
         store: dist.Store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
-    dist.init_process_group(
-        backend, store=meet(place, timeout), rank=place.rank, world_size=place.world_size, timeout=timeout
-    )
+    dist.init_process_group(backend, store=meet(place, timeout), rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
 def _default_backend() -> str:

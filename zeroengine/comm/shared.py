@@ -38,9 +38,7 @@ class SharedTransport(FixedOrder):
 
     kind = "shared memory"
 
-    def __init__(
-        self, name: str, native: Native, arena: Arena, handle: int, ranks: tuple[int, ...], rank: int
-    ) -> None:
+    def __init__(self, name: str, native: Native, arena: Arena, handle: int, ranks: tuple[int, ...], rank: int) -> None:
         self.name = name
         self.ranks = ranks
         self.rank = rank
@@ -111,9 +109,7 @@ class SharedTransport(FixedOrder):
     def broadcast(self, tensor: Tensor, src: int) -> None:
         self._done(self._native.broadcast(self._handle, tensor.data_ptr(), tensor.nbytes, src))
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         if output_splits is None or input_splits is None:
             block = input.nbytes // self.size
             even = [block] * self.size
@@ -129,9 +125,7 @@ class SharedTransport(FixedOrder):
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _blocks(
-        self, output: Tensor, input: Tensor, receives: list[int], sends: list[int], remote: list[int], largest: int
-    ) -> None:
+    def _blocks(self, output: Tensor, input: Tensor, receives: list[int], sends: list[int], remote: list[int], largest: int) -> None:
         status = self._native.all_to_all(
             self._handle, output.data_ptr(), input.data_ptr(), integers(_starts(sends)), integers(sends),
             integers(_starts(receives)), integers(receives), integers(remote), input.nbytes, largest,
@@ -148,8 +142,7 @@ class SharedTransport(FixedOrder):
             raise self._divergence()
         if status != DONE:
             raise RankError(
-                f"rank {self.ranks[self.rank]}: {self._subject} on communicator {self.name!r} was given up; "
-                "an earlier error says why"
+                f"rank {self.ranks[self.rank]}: {self._subject} on communicator {self.name!r} was given up; an earlier error says why"
             )
 
     def _divergence(self) -> Exception:

@@ -57,9 +57,7 @@ class _Offer:
     @classmethod
     def unpack(cls, data: bytes) -> _Offer:
         at = cls._NUMBERS.size
-        reason, machine = (
-            data[i : i + cls._TEXT].rstrip(b"\0").decode(errors="replace") for i in (at, at + cls._TEXT)
-        )
+        reason, machine = (data[i : i + cls._TEXT].rstrip(b"\0").decode(errors="replace") for i in (at, at + cls._TEXT))
         return cls(reason, machine, *cls._NUMBERS.unpack(data[:at]))
 
 

@@ -81,14 +81,10 @@ class TorchCommunicator:
         mark = Fingerprint("all_gather", subject, full.numel(), full.dtype)
         return self._issue(mark, partial(self._transport.all_gather, full, shard), full, shard)
 
-    def reduce_scatter(
-        self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False
-    ) -> Work:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
         self._count("reduce_scatter", full.nbytes)
-        mark = Fingerprint(
-            "reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else ""
-        )
+        mark = Fingerprint("reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else "")
         run = partial(self._transport.reduce_scatter, shard, full, scale, accumulate)
         return self._issue(mark, run, full, shard)
 
@@ -191,9 +187,7 @@ class TorchCommunicator:
         run()
         self._transport.finish()
 
-    def _uneven(
-        self, output: Tensor, input: Tensor, receives: tuple[int, ...], sends: tuple[int, ...], mark: Fingerprint
-    ) -> None:
+    def _uneven(self, output: Tensor, input: Tensor, receives: tuple[int, ...], sends: tuple[int, ...], mark: Fingerprint) -> None:
         if self._lane is not None:
             HeaderCheck.verify_splits(self._transport, self.name, receives, sends, mark)
         self._transport.all_to_all(output, input, receives, sends)
@@ -202,9 +196,7 @@ class TorchCommunicator:
         if self._group is None:
             raise RuntimeError(f"communicator {self.name!r} is closed ({subject})")
         for t in tensors:
-            checks.require(
-                t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject
-            )
+            checks.require(t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject)
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.traffic.count(kind, checks.sent_share(nbytes, self.size))

@@ -107,9 +107,7 @@ class Transport(FixedOrder):
         if tensor.numel():
             dist.broadcast(as_bytes(tensor), self.ranks[src], group=self.group)
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         if output_splits is None or input_splits is None:
             if output.numel():
                 all_to_all_single(as_bytes(output), as_bytes(input), group=self.group)

@@ -105,9 +105,7 @@ class TwoLevelTransport(FixedOrder):
             self.sent_between_hosts += tensor.nbytes * (self._hosts - 1) * int(self.rank == src)
         self._inside.broadcast(tensor, place)
 
-    def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
-    ) -> None:
+    def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         if input_splits is not None or output_splits is not None or input.nbytes <= SMALL_ALL_REDUCE:
             self._flat.all_to_all(output, input, output_splits, input_splits)
             self._count_flat(input, input_splits)

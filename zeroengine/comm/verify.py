@@ -38,8 +38,7 @@ class HeaderCheck:
 
     def _error(self, texts: Tensor) -> Exception:
         lines = [
-            (rank, decode(header, bytes(text.tolist())))
-            for rank, header, text in zip(self.ranks, self._all.tolist(), texts, strict=True)
+            (rank, decode(header, bytes(text.tolist()))) for rank, header, text in zip(self.ranks, self._all.tolist(), texts, strict=True)
         ]
         return divergence(self.name, self.ranks[self.rank], lines)
 

@@ -108,9 +108,7 @@ class HealthWatch:
     def _verdict(self, wait: Wait, waited: float) -> Verdict:
         m, silent = self._monitor, self._monitor.store_silent()
         if silent > 0 and m.store_host is None and silent > self._stale:
-            return Verdict(
-                "dead", "the job's store, kept by the launcher, does not answer: the launcher is gone or stopped"
-            )
+            return Verdict("dead", "the job's store, kept by the launcher, does not answer: the launcher is gone or stopped")
         if silent > 0 and m.store_host is not None and m.store_host != m.rank:
             host = m.view(m.store_host)
             gone = host.process(m.machine) in ("gone", "stopped") or silent > self._stale
@@ -132,9 +130,7 @@ class HealthWatch:
         ranks = sorted({*operation.lane.peers, self._monitor.rank})
         return Wait(operation.lane.key, head.index, head.describe(), ranks)
 
-    def _error(
-        self, kind: type[RankError], wait: Wait, text: str, remedy: str, cause: Exception | None = None
-    ) -> RankError:
+    def _error(self, kind: type[RankError], wait: Wait, text: str, remedy: str, cause: Exception | None = None) -> RankError:
         error = kind(f"rank {self._monitor.rank} waits for {wait.what}: {text} {remedy}")
         error.__cause__ = cause
         self._monitor.note_failure(error)

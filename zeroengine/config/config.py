@@ -64,9 +64,7 @@ class Config(Section):
     train_micro_batch_size_per_gpu: PositiveInteger | None = key(None, "Samples a rank and backward.")
     gradient_accumulation_steps: PositiveInteger | None = key(None, "Backwards a step. Null: follows, else 1.")
     gradient_clipping: NonNegativeReal = key(0.0, "Largest global L2 norm of the gradients; 0 does not clip.")
-    gradient_reduction: Reduction = key(
-        "mean", "How gradients of the ranks are combined: mean or sum.", "gradient_allreduce_op", ours=True
-    )
+    gradient_reduction: Reduction = key("mean", "How gradients of the ranks are combined: mean or sum.", "gradient_allreduce_op", ours=True)
     prescale_gradients: Flag = key(False, "Divide gradients before the reduction instead of after it.")
     gradient_predivide_factor: PositiveReal = key(1.0, "With `prescale_gradients`: what they are divided by before.")
     communication_data_type: DtypeName | None = key(None, "Type of gradients on the wire. Null: fp32.")
@@ -89,9 +87,7 @@ class Config(Section):
     sequence_parallel: SequenceParallelSection = key(
         None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection
     )
-    elasticity: ElasticitySection = key(
-        None, "One batch for many numbers of ranks.", factory=ElasticitySection
-    )
+    elasticity: ElasticitySection = key(None, "One batch for many numbers of ranks.", factory=ElasticitySection)
     health: HealthSection = key(None, "Waiting for other ranks.", ours=True, factory=HealthSection)
     activation_checkpointing: ActivationCheckpointingSection = key(
         None, "DeepSpeed's checkpointing function.", factory=ActivationCheckpointingSection
@@ -178,9 +174,7 @@ class Config(Section):
         if size % mesh.dp_replicate or (shard is not None and mesh.dp_replicate * shard != size):
             wanted = f"mesh.dp_replicate {mesh.dp_replicate}"
             wanted += "" if shard is None else f" × mesh.dp_shard {shard}"
-            raise ConfigError(
-                f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}"
-            )
+            raise ConfigError(f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}")
         return size
 
     def world_sizes(self) -> tuple[int, ...] | None:

@@ -130,4 +130,3 @@ def sizes_for(section: ElasticitySection, ranks: int) -> tuple[int, int, int]:
     fitting = [micro for micro in section.micro_batch_sizes if batch % (micro * ranks) == 0]
     micro = max(fitting) if section.prefer_larger_batch else min(fitting)
     return batch, micro, batch // (micro * ranks)
-

@@ -37,23 +37,17 @@ class Foreign:
         for key in self.keys or ():
             # The section speaks for its keys: nothing is said about them one by one.
             open_below = key in _OPEN_CHILDREN
-            yield KeySpec(
-                f"{self.name}.{key}", self.kind, "", "", "", self.reason, never, section=open_below, open=open_below
-            )
+            yield KeySpec(f"{self.name}.{key}", self.kind, "", "", "", self.reason, never, section=open_below, open=open_below)
 
 
 _OPEN_CHILDREN = ("arg_mappings", "prof_ops", "throughput", "schedule_config", "model_info", "tuning_space")
 
 
-def _ignored(
-    name: str, meaning: str, reason: str, keys: str | None = "", asks: Callable[[Any], bool] = switched_on
-) -> Foreign:
+def _ignored(name: str, meaning: str, reason: str, keys: str | None = "", asks: Callable[[Any], bool] = switched_on) -> Foreign:
     return Foreign(name, Kind.IGNORED, meaning, reason, asks, None if keys is None else tuple(keys.split()))
 
 
-def _refused(
-    name: str, meaning: str, reason: str, keys: str | None = None, asks: Callable[[Any], bool] = switched_on
-) -> Foreign:
+def _refused(name: str, meaning: str, reason: str, keys: str | None = None, asks: Callable[[Any], bool] = switched_on) -> Foreign:
     return Foreign(name, Kind.REFUSED, meaning, reason, asks, None if keys is None else tuple(keys.split()))
 
 
@@ -179,9 +173,17 @@ RENAMED: dict[str, str] = {
     "fp16.fp16": "fp16.enabled",
     "fp16_scale_tolerance": "the dynamic loss scale has no tolerance, remove it",
     "monitor_config": "monitors are sections of the top level: `tensorboard`, `wandb`, `csv_monitor`, `comet`",
-    **{f"bf16.{name}": "bf16 has the range of fp32 and needs no loss scale; remove the key" for name in (
-        "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale",
-    )},
+    **{
+        f"bf16.{name}": "bf16 has the range of fp32 and needs no loss scale; remove the key"
+        for name in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    },
     "logging": "its keys belong to the top level: `steps_per_print`, `wall_clock_breakdown`",
     "disable_fused_adam": "the engine chooses the implementation of the optimizer, and the result is the same; remove it",
     "zero_optimization.verbose": "the level of the log is the environment variable ZE_LOG_LEVEL; remove the key",

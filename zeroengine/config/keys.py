@@ -37,9 +37,7 @@ class KeyTable(Mapping[str, KeySpec]):
 
     def __init__(self, root: type[Section]) -> None:
         self._rows = {row.path: row for row in [*_typed(root, ""), *_params(), *_old_forms(), *_foreign()]}
-        self._canonical = {
-            f"{row.parent}.{name}".lstrip("."): row.path for row in self._rows.values() for name in row.spellings
-        }
+        self._canonical = {f"{row.parent}.{name}".lstrip("."): row.path for row in self._rows.values() for name in row.spellings}
         # A key below a section that is not read is no place to send anyone to, except from within that section.
         self._places = [path for path in [*self._rows, *self._canonical] if self._is_read(path)]
         self._by_name: dict[str, list[str]] = {}

@@ -34,9 +34,7 @@ class KeyReport:
         return self.kind in ("refused", "unknown", "invalid", "auto")
 
 
-def describe(
-    source: str | os.PathLike[str] | Mapping[str, Any], facts: Mapping[str, Any] | None = None
-) -> list[KeyReport]:
+def describe(source: str | os.PathLike[str] | Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> list[KeyReport]:
     """A report for every key in `source`, in its order. Raises `ConfigError` only if it cannot be read at all."""
     return reports_of(examine(source, facts or {}))
 
@@ -53,9 +51,7 @@ def reports_of(examined: Examined) -> list[KeyReport]:
     return reports
 
 
-def _describe(
-    values: Mapping[str, Any], prefix: str, examined: Examined, table: KeyTable, reports: list[KeyReport]
-) -> None:
+def _describe(values: Mapping[str, Any], prefix: str, examined: Examined, table: KeyTable, reports: list[KeyReport]) -> None:
     problems = {problem.path: problem for problem in examined.problems}
     ignored = {examined.read.spelled(row.path): row for row in examined.read.ignored}
     for name, value in values.items():
@@ -124,7 +120,7 @@ def markdown(table: KeyTable) -> str:
         "A key is *honoured*; or *ignored*: it cannot change the result, has no effect here, and one warning names",
         "all such keys that ask for something; or *refused*: it would change the result, and asking for it is an",
         "error. Any other key is an error that names the nearest one, unless `strict` is false; keys that start with",
-        "`_`, `x-`, `//`, `#` or `$`, and `comment`, are remarks. `\"auto\"` is filled where the answer is known and",
+        '`_`, `x-`, `//`, `#` or `$`, and `comment`, are remarks. `"auto"` is filled where the answer is known and',
         "an error where it is not.",
         "",
     ]

@@ -73,9 +73,7 @@ class Bf16Section(Section):
     immediate_grad_update: Flag = ignored(
         False, "Accumulate into fp32 in backward hooks.", "gradients always go to their fp32 buffer as they are made"
     )
-    check_grad_overflow: Flag = ignored(
-        True, "Skip steps with non-finite gradients.", "steps with non-finite gradients are always skipped"
-    )
+    check_grad_overflow: Flag = ignored(True, "Skip steps with non-finite gradients.", "steps with non-finite gradients are always skipped")
     bf16_master_weights_and_grads: Flag = refused(False, "Masters and gradients in bf16.", _MASTERS)
     bf16_optimizer_states: Flag = refused(False, "Moments in bf16.", _MASTERS)
 
@@ -91,9 +89,7 @@ class TorchAutocastSection(Section):
         "the engine does not enter autocast by itself; wrap the forward in `torch.autocast`, or use `bf16` or `fp16`",
     )  # fmt: skip
     dtype: DtypeName = ignored("bf16", "Type of the autocast region.", _NO_REGION, asks=never)
-    lower_precision_safe_modules: Strings | None = ignored(
-        None, "Modules that run in the lower type.", _NO_REGION, asks=never
-    )
+    lower_precision_safe_modules: Strings | None = ignored(None, "Modules that run in the lower type.", _NO_REGION, asks=never)
 
 
 class DataTypesSection(Section):
@@ -182,13 +178,9 @@ class MoeSection(Section):
         "same", "Type of tokens on their way: same (the model's), bf16, or fp8 (out with a factor a token; back bf16).", ours=True
     )
     two_hop: Flag = key(False, "Tokens travel inside a node first and then between nodes.", ours=True)
-    ranks_per_node: PositiveInteger | None = key(
-        None, "Ranks that share experts on one node, for `two_hop`. Null: as launched.", ours=True
-    )
+    ranks_per_node: PositiveInteger | None = key(None, "Ranks that share experts on one node, for `two_hop`. Null: as launched.", ours=True)
     copies: Flag = key(False, "Copy busy experts for the length of a layer so that all ranks compute alike.", ours=True)
-    copies_above: PositiveReal = key(
-        1.0, "Copies are made where the busiest rank has more than this many times the mean.", ours=True
-    )
+    copies_above: PositiveReal = key(1.0, "Copies are made where the busiest rank has more than this many times the mean.", ours=True)
     bias_speed: NonNegativeReal = key(
         0.0, "Step of the bias that balances Hugging Face's DeepSeek-V3 routers; 0 leaves it alone.", ours=True
     )
@@ -219,19 +211,13 @@ class SequenceParallelSection(Section):
 class HealthSection(Section):
     """How long ranks wait for one another."""
 
-    comm_timeout: PositiveReal = key(
-        10.0, "Seconds after which ranks that diverged, died or stopped end the job with a report.", ours=True
-    )
-    stall_timeout: PositiveReal = key(
-        600.0, "Seconds that a live rank may compute between two collectives.", ours=True
-    )
+    comm_timeout: PositiveReal = key(10.0, "Seconds after which ranks that diverged, died or stopped end the job with a report.", ours=True)
+    stall_timeout: PositiveReal = key(600.0, "Seconds that a live rank may compute between two collectives.", ours=True)
 
     @model_validator(mode="after")
     def _ordered(self) -> HealthSection:
         if self.stall_timeout < self.comm_timeout:
-            raise ValueError(
-                f"stall_timeout ({self.stall_timeout:g} s) is shorter than comm_timeout ({self.comm_timeout:g} s)"
-            )
+            raise ValueError(f"stall_timeout ({self.stall_timeout:g} s) is shorter than comm_timeout ({self.comm_timeout:g} s)")
         return self
 
 
@@ -242,9 +228,7 @@ class TensorParallelSection(Section):
     """DeepSpeed's way to write `mesh.tp`."""
 
     autotp_size: Count = key(0, "Tensor-parallel degree; 0 and 1 are off. The same as `mesh.tp`.")
-    sequence_parallel: Flag = key(
-        False, "Split activations between the layers along the sequence as well (Megatron-SP).", ours=True
-    )
+    sequence_parallel: Flag = key(False, "Split activations between the layers along the sequence as well (Megatron-SP).", ours=True)
     loss_parallel: Flag = key(
         False, "Leave logits cut along the vocabulary and compute the loss from the parts; the model returns its part.", ours=True
     )

@@ -34,9 +34,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     if isinstance(source, Mapping):
         return Source(_copied(source), "config")
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigError(
-            f"a configuration is a path, a JSON text, a dict or a Config, not {type(source).__name__}: {source!r:.60}"
-        )
+        raise ConfigError(f"a configuration is a path, a JSON text, a dict or a Config, not {type(source).__name__}: {source!r:.60}")
     text = os.fspath(source)
     if "{" in text or "\n" in text:
         return Source(parse(text, "config text"), "config text")

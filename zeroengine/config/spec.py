@@ -120,15 +120,17 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
 
-def key(
-    default: Any, meaning: str, *spellings: str, ours: bool = False, open_below: bool = False, factory: Any = None
-) -> Any:
+def key(default: Any, meaning: str, *spellings: str, ours: bool = False, open_below: bool = False, factory: Any = None) -> Any:
     """A field that the engine honours. `spellings` are other names that DeepSpeed knows for it."""
     return _field(default, meaning, Mark(spellings=spellings, ours=ours, open=open_below), factory)
 
 
 def ignored(
-    default: Any, meaning: str, reason: str, *spellings: str, asks: Callable[[Any], bool] | None = None,
+    default: Any,
+    meaning: str,
+    reason: str,
+    *spellings: str,
+    asks: Callable[[Any], bool] | None = None,
     open_below: bool = False,
 ) -> Any:
     """A field whose value cannot change the result and has no effect here. Its default is passed over silently."""
@@ -136,9 +138,7 @@ def ignored(
     return _field(default, meaning, mark, None)
 
 
-def refused(
-    default: Any, meaning: str, reason: str, asks: Callable[[Any], bool] | None = None, *, open_below: bool = False
-) -> Any:
+def refused(default: Any, meaning: str, reason: str, asks: Callable[[Any], bool] | None = None, *, open_below: bool = False) -> Any:
     """A field which, switched on, would change the result. Its default is accepted."""
     mark = Mark(Kind.REFUSED, reason, asks or other_than(default, None), open=open_below)
     return _field(default, meaning, mark, None)

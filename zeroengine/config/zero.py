@@ -70,9 +70,7 @@ class OffloadParam(Section):
 class ZeroSection(Section):
     """Sharding: what stays whole between uses, in what pieces it is moved, and where it lives."""
 
-    stage: Annotated[int, PlainValidator(_stage)] = key(
-        0, "0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."
-    )
+    stage: Annotated[int, PlainValidator(_stage)] = key(0, "0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.")
     bucket_size: PositiveInteger | None = key(
         None, "Elements of a bucket; null lets the engine choose, at most `reduce_bucket_size`.", ours=True
     )
@@ -82,22 +80,16 @@ class ZeroSection(Section):
         asks=other_than(True, None),
     )  # fmt: skip
     round_robin_gradients: Flag = ignored(False, "Spread gradient copies over ranks.", _REARRANGED)
-    ignore_unused_parameters: Flag = key(
-        True, "Parameters without a gradient are allowed; false makes one an error at the step."
-    )
+    ignore_unused_parameters: Flag = key(True, "Parameters without a gradient are allowed; false makes one an error at the step.")
 
     stage3_prefetch_bucket_size: Count | None = key(
         None, "Stage 3: elements gathered ahead of use. Null: one bucket ahead.", "prefetch_bucket_size"
     )
-    stage3_param_persistence_threshold: Count = key(
-        0, "Stage 3: parameters with fewer elements stay whole.", "param_persistence_threshold"
-    )
+    stage3_param_persistence_threshold: Count = key(0, "Stage 3: parameters with fewer elements stay whole.", "param_persistence_threshold")
     stage3_model_persistence_threshold: Count | None = key(
         None, "Stage 3: most elements that may stay whole altogether. Null: no bound.", "model_persistence_threshold"
     )
-    stage3_max_live_parameters: Count = key(
-        10**9, "Stage 3: most elements gathered at one time.", "max_live_parameters"
-    )
+    stage3_max_live_parameters: Count = key(10**9, "Stage 3: most elements gathered at one time.", "max_live_parameters")
     stage3_max_reuse_distance: Count = key(
         0, "Stage 3: a parameter used again within this many elements is kept gathered.", "max_reuse_distance"
     )
@@ -122,26 +114,16 @@ class ZeroSection(Section):
     reduce_scatter: Flag = ignored(
         True, "Reduce-scatter gradients.", "the engine chooses the cheaper form; the sum is the same to the last bit"
     )
-    sub_group_size: Count = ignored(
-        10**9, "Elements updated at a time.", "each bucket's shard is updated in one pass", asks=never
-    )
+    sub_group_size: Count = ignored(10**9, "Elements updated at a time.", "each bucket's shard is updated in one pass", asks=never)
     use_multi_rank_bucket_allreduce: Flag = ignored(True, "All-reduce buckets of several owners.", _ONE_BUCKET)
-    load_from_fp32_weights: Flag = ignored(
-        True, "Restore fp32 masters from the checkpoint.", "masters are always restored exactly"
-    )
+    load_from_fp32_weights: Flag = ignored(True, "Restore fp32 masters from the checkpoint.", "masters are always restored exactly")
     elastic_checkpoint: Flag = ignored(
         False, "Checkpoints for another number of ranks.", "every checkpoint loads on any number of ranks", asks=never
     )
     legacy_stage1: Flag = ignored(False, "Old form of stage 1.", "there is one form of stage 1")
-    stage3_module_granularity_threshold: Count = ignored(
-        0, "Modules gathered as one unit.", _ONE_BUCKET, "module_granularity_threshold"
-    )
-    stage3_use_all_reduce_for_fetch_params: Flag = ignored(
-        False, "Gather by all-reduce.", _REARRANGED, "use_all_reduce_for_fetch_params"
-    )
-    stage3_allgather_sequential: Flag = ignored(
-        False, "All-gather one parameter at a time.", _ONE_BUCKET, "allgather_sequential"
-    )
+    stage3_module_granularity_threshold: Count = ignored(0, "Modules gathered as one unit.", _ONE_BUCKET, "module_granularity_threshold")
+    stage3_use_all_reduce_for_fetch_params: Flag = ignored(False, "Gather by all-reduce.", _REARRANGED, "use_all_reduce_for_fetch_params")
+    stage3_allgather_sequential: Flag = ignored(False, "All-gather one parameter at a time.", _ONE_BUCKET, "allgather_sequential")
     mics_hierarchical_params_gather: Flag = ignored(False, "Two-level gather.", "affects speed only")
     memory_efficient_linear: Flag = ignored(
         True, "Own linear function.", "saved tensors are looked up in buckets, whatever the module", asks=never
@@ -153,12 +135,8 @@ class ZeroSection(Section):
     compute_grad_norm: Flag = ignored(True, "Compute the gradient norm.", "the norm is always known after a step")
     parameter_alignment: Flag = ignored(False, "Parameters start at aligned addresses.", "affects speed only")
     save_muon_momentum_buffer_in_memory: Flag = ignored(False, "Where Muon's momentum lives.", "affects memory only")
-    leaf_module: Params | None = key(
-        None, "Stage 3: modules gathered as one unit: `classes`, `names`, `name_suffixes`.", open_below=True
-    )
-    cpu_offload_use_pin_memory: Flag | None = ignored(
-        None, "Old key that sets nothing.", "use `offload_optimizer.pin_memory`"
-    )
+    leaf_module: Params | None = key(None, "Stage 3: modules gathered as one unit: `classes`, `names`, `name_suffixes`.", open_below=True)
+    cpu_offload_use_pin_memory: Flag | None = ignored(None, "Old key that sets nothing.", "use `offload_optimizer.pin_memory`")
 
     zero_quantized_weights: Flag = refused(False, "Gather weights in int8 (qwZ).", _QUANTIZED)
     zero_quantized_nontrainable_weights: Flag = refused(False, "Gather frozen weights in int8.", _QUANTIZED)

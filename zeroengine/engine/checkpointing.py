@@ -161,9 +161,7 @@ class CheckpointMethods:
         own: dict[str, Any] = {}
         with self.mechanism.exposed(write=True):
             if foreign:
-                values, client = load_deepspeed(
-                    folder, self.module, self.mechanism, load_module_strict, with_state, self._saved_name
-                )
+                values, client = load_deepspeed(folder, self.module, self.mechanism, load_module_strict, with_state, self._saved_name)
             else:
                 loaded = self._load_own(folder, load_module_strict, with_state, allow_pickle)
                 values, client = loaded.replicated, dict(loaded.replicated.get("client_state", {}))

@@ -96,14 +96,10 @@ def expert_group(settings: Config, mesh: Mesh) -> ExpertGroup:
     if section.two_hop:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         hops = make_hops(mesh.fabric, ranks.tokens.ranks, section.ranks_per_node or max(1, min(local // mesh.degrees.tp, ranks.size)))
-    return ExpertGroup(
-        ranks.tokens, ranks.control, mesh.control, hops, section.dispatch_dtype, section.copies, section.copies_above
-    )
+    return ExpertGroup(ranks.tokens, ranks.control, mesh.control, hops, section.dispatch_dtype, section.copies, section.copies_above)
 
 
-def spread_experts(
-    model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False
-) -> ExpertParallel | None:
+def spread_experts(model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False) -> ExpertParallel | None:
     """Spreads the experts of `model` over the `ep` ranks of `mesh`, and lets its routers see the global batch; None where it
     has none. Collective. Raises `ModelError` for a model without experts where ranks should share them (a `stage` of a pipeline
     may have none), and `ConfigError` where they cannot."""

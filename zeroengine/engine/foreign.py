@@ -76,9 +76,7 @@ class _Reader:
     plan: LoadPlan
     source: DeepSpeedCheckpoint
 
-    def __init__(
-        self, folder: Path, module: nn.Module, mechanism: Mechanism, moments: Pieces, saved_name: Callable[[str], str]
-    ) -> None:
+    def __init__(self, folder: Path, module: nn.Module, mechanism: Mechanism, moments: Pieces, saved_name: Callable[[str], str]) -> None:
         self.folder, self.module, self.mechanism, self.moments = folder, module, mechanism, moments
         self.saved_name = saved_name
         self.index: Index = {}

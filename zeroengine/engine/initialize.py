@@ -43,9 +43,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Adds `--deepspeed` and `--deepspeed_config` (and `--config` under our own name) to a script's parser."""
     group = parser.add_argument_group("zeroengine", "training engine")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility; the engine is always used")
-    group.add_argument(
-        "--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration"
-    )
+    group.add_argument("--deepspeed_config", "--zeroengine_config", dest="deepspeed_config", help="path of the JSON configuration")
     return parser
 
 
@@ -190,8 +188,7 @@ def _check_places(settings: Config, device: torch.device) -> None:
             continue
         if section.device == "nvme" and not section.nvme_path:
             raise ConfigError(
-                f"zero_optimization.{name}.device is nvme and {name}.nvme_path is missing; give the folder for its files, on a "
-                "local disk"
+                f"zero_optimization.{name}.device is nvme and {name}.nvme_path is missing; give the folder for its files, on a local disk"
             )
         if name == "offload_param" and not policy_for(zero.stage).shard_params:
             log_once(f"zero_optimization.offload_param has no effect at stage {zero.stage}: values are whole between uses")

@@ -110,9 +110,7 @@ class Verdict:
             log_rank0(f"{self.found} was saved without frozen parameters: {len(frozen)} keep their values ({_names(frozen)})")
         told = [f"{what} keys: {_names(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         if told and self.strict:
-            raise CheckpointError(
-                f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)"
-            )
+            raise CheckpointError(f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)")
         if told:
             log_rank0(f"{self.found} does not fit the model; {'; '.join(told)}", 30)
 

@@ -134,9 +134,7 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     return Mechanism(built.buckets, sharder, reducer, tuple(pools.values()), gradients, groups, built.masters, placement)
 
 
-def build_gradients(
-    buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]
-) -> list[BucketGradients]:
+def build_gradients(buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]) -> list[BucketGradients]:
     """What reduces the gradients of the trainable buckets. The mean is over all ranks that train together, also for experts,
     whose gradients are added up over fewer ranks: each has the tokens of others."""
     made = []

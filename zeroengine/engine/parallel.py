@@ -26,9 +26,7 @@ from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
 
 
-def share_sequences(
-    model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None
-) -> SharedSequences | None:
+def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None) -> SharedSequences | None:
     """Makes the `cp` ranks of `mesh` share the sequences of `model`; None where cp is 1. Collective.
 
     Raises `ModelError` for a model whose attention cannot be exchanged.
@@ -45,12 +43,8 @@ def share_sequences(
     register()
     name = f"zero_{section.attention}" if section.attention is not None else built or "zero_ulysses"
     if built is not None and name != built:
-        raise ConfigError(
-            f'sequence_parallel.attention is "{section.attention}", but the model was built with "{built}"; keep one'
-        )
-    group = make_group(
-        mesh.fabric, mesh.ranks_along("cp"), ulysses_degree(name, cp, section.ulysses), section.layout == "zigzag"
-    )
+        raise ConfigError(f'sequence_parallel.attention is "{section.attention}", but the model was built with "{built}"; keep one')
+    group = make_group(mesh.fabric, mesh.ranks_along("cp"), ulysses_degree(name, cp, section.ulysses), section.layout == "zigzag")
     factor = mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups
     total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
     return SharedSequences(model, group, name, mesh.same_sample, mesh.control, float(factor), total)

@@ -55,7 +55,12 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self.last_run: Run | None = None
         super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, experts=experts)
         self._executor = Executor(
-            len(module.placement), module.placement, self._stage_forward, comms.stream, comms.extra, self.device,
+            len(module.placement),
+            module.placement,
+            self._stage_forward,
+            comms.stream,
+            comms.extra,
+            self.device,
             _Hooks(module, mechanism),
         )
         first, last = module.placement[0], module.placement[-1]
@@ -84,9 +89,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         return loss
 
     @torch.no_grad()
-    def eval_batch(
-        self, data_iter: Iterator[Any], num_micro_batches: int | None = None, return_outputs: bool = False
-    ) -> Any:
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None, return_outputs: bool = False) -> Any:
         """Forward only over the next micro-batches, in evaluation mode. Returns the mean loss on every rank; with
         `return_outputs` the list of the last stage's outputs, on its ranks (None elsewhere)."""
         count = num_micro_batches or self.batch.accumulation
@@ -315,5 +318,3 @@ def initialize_pipeline(
         f"activations held at most, by rank: {', '.join(map(str, checked.peak_live))}"
     )
     return engine, zero_optimizer, loader, scheduler
-
-

@@ -29,9 +29,7 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
     _comms: StageComms
     _ties: Ties
 
-    def full_state_dict(
-        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
+    def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The state_dict of all stages in host memory on rank 0 (None elsewhere). Collective."""
         mine: dict[str, Tensor] = {}
         keep = self.mesh.control.rank == 0

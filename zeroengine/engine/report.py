@@ -17,9 +17,7 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     are not in the kinds before), staging (host buffers between files and the rest, and between host and accelerator), and
     host (what `offload_states` moved off an accelerator)."""
     placement = mechanism.placement
-    parameters = sum(
-        (b.shard.nbytes if b.home.in_memory else 0) if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets
-    )
+    parameters = sum((b.shard.nbytes if b.home.in_memory else 0) if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets)
     parameters += sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
     gathered = sum(_nbytes(b.full) for b in mechanism.buckets if b.policy.shard_params)
     pools = sum(pool.bytes() for pool in mechanism.pools)

@@ -66,9 +66,7 @@ class WeightMethods:
     mechanism: Mechanism
     mesh: Mesh
 
-    def full_state_dict(
-        self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
+    def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The module's complete state_dict in host memory on rank 0 (None elsewhere); tied weights under each of their
         names share memory. Collective; one bucket is gathered at a time. `dtype` casts floating-point parameters."""
         keep = self.mesh.rank == 0

@@ -232,9 +232,7 @@ def main(argv: Sequence[str]) -> int:
     plan, part = Plan.from_dict(settings["plan"]), Part(**settings["part"])
     os.environ.update(plan.env)
     os.environ.update(interfaces(part))
-    os.environ.update(
-        ZERORUN_AGENT=str(os.getpid()), ZERORUN_ATTEMPT=str(part.attempt), ZERORUN_MAX_RESTARTS=str(plan.max_restarts)
-    )
+    os.environ.update(ZERORUN_AGENT=str(os.getpid()), ZERORUN_ATTEMPT=str(part.attempt), ZERORUN_MAX_RESTARTS=str(plan.max_restarts))
     if plan.verbose:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.INFO)
     watch = RankWatch(run_dir, job, plan.grace, channel.send)

@@ -43,9 +43,9 @@ def _bash(commands: Sequence[str]) -> str:
     for action in _actions():
         if action.choices:
             values = " ".join(map(str, action.choices))
-            cases.append(f"        {'|'.join(_names(action))}) COMPREPLY=($(compgen -W \"{values}\" -- \"$word\")); return;;")
+            cases.append(f'        {"|".join(_names(action))}) COMPREPLY=($(compgen -W "{values}" -- "$word")); return;;')
         elif action.nargs != 0:
-            cases.append(f"        {'|'.join(_names(action))}) COMPREPLY=($(compgen -f -- \"$word\")); return;;")
+            cases.append(f'        {"|".join(_names(action))}) COMPREPLY=($(compgen -f -- "$word")); return;;')
     options = " ".join(name for action in _actions() for name in _names(action))
     return _BASH.format(cases="\n".join(cases), options=options, commands=" ".join(commands))
 

@@ -365,4 +365,3 @@ class Crew:
             if not member.remote:
                 processes.end_all(self._mark(member), (), 1.0)
         self._transport.close()
-

@@ -37,17 +37,14 @@ def build_parser() -> Parser:
         *nproc,
         default="auto",
         metavar="N",
-        help="ranks to start: a number; auto (default): one for "
-        "each GPU, one where there is none; gpu: one for each GPU",
+        help="ranks to start: a number; auto (default): one for each GPU, one where there is none; gpu: one for each GPU",
     )
     ranks.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
     ranks.add_argument("--no-python", "--no_python", action="store_true", help="the target is a program of any kind")
     ranks.add_argument(
         "--as-deepspeed", "--as_deepspeed", action="store_true", help="`import deepspeed` is zeroengine in all programs of the job"
     )
-    ranks.add_argument(
-        "--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: this one)"
-    )
+    ranks.add_argument("--python", default=sys.executable, metavar="PATH", help="interpreter of the ranks (default: this one)")
     ranks.add_argument(
         "--env",
         action="append",
@@ -81,9 +78,7 @@ def build_parser() -> Parser:
         help="between asking a rank to end (SIGTERM) and killing it (default: 5)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--log-dir", "--log_dir", metavar="DIR", help="writes rankN.out and rankN.err there in place of the console"
-    )
+    output.add_argument("--log-dir", "--log_dir", metavar="DIR", help="writes rankN.out and rankN.err there in place of the console")
     output.add_argument("--tee", action="store_true", help="with --log-dir: to the console as well")
     output.add_argument("--show", metavar="RANKS", help="only these ranks on the console, as in 0 or 0,2-3")
     output.add_argument(

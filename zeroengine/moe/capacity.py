@@ -31,9 +31,7 @@ class Capacity:
         return max(self.minimum, math.ceil(factor * k * tokens / experts))
 
 
-def kept(
-    index: Tensor, weights: Tensor, experts: int, capacity: Capacity, training: bool, peers: Communicator, subject: str
-) -> Tensor:
+def kept(index: Tensor, weights: Tensor, experts: int, capacity: Capacity, training: bool, peers: Communicator, subject: str) -> Tensor:
     """Mask [T, k] of the assignments that are kept. `index`, `weights` [T, k]. Collective over `peers` (control)."""
     tokens, k = index.shape
     counts = torch.stack([torch.bincount(choice, minlength=experts) for choice in index.unbind(1)]).cpu()  # [k, E]

@@ -53,9 +53,7 @@ class Experts(nn.Module, ABC):
     def split(self, group: ExpertGroup, subject: str = "experts") -> None:
         """Keeps this rank's experts of all. Raises `ConfigError` if the ranks cannot have equally many."""
         if self.num_experts % group.size:
-            raise ConfigError(
-                f"mesh.ep {group.size} does not divide the {self.num_experts} experts of '{subject}'; give a divisor"
-            )
+            raise ConfigError(f"mesh.ep {group.size} does not divide the {self.num_experts} experts of '{subject}'; give a divisor")
         self.group = group
         self._keep(self.local)
         if group.copies:  # which parameters a rank reads depends on its tokens: at stage 3 they are gathered together

@@ -34,9 +34,7 @@ class Faults:
         """Keeps what is wrong without an exception."""
         self.first = self.first or OffloadError(text)
 
-    def agree(
-        self, control: Communicator, doing: str, remedy: str = "", kind: type[ZeroEngineError] = OffloadError
-    ) -> None:
+    def agree(self, control: Communicator, doing: str, remedy: str = "", kind: type[ZeroEngineError] = OffloadError) -> None:
         """Raises an error of `kind` on all ranks, with what each of them met, if any rank kept one. Collective. `remedy`: what to
         do beside what the errors say."""
         error, self.first = self.first, None

@@ -56,9 +56,7 @@ class Placement:
     On the CPU the tier `cpu` is the device itself. All ranks decide alike.
     """
 
-    def __init__(
-        self, device: torch.device, rank: int, state: OffloadRule, values: OffloadRule, files: FileRule | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, rank: int, state: OffloadRule, values: OffloadRule, files: FileRule | None = None) -> None:
         self.device = device
         self.state_rule, self.values_rule = state, values
         self.link = DeviceLink(device, state.pin or values.pin)

@@ -160,9 +160,7 @@ class Record:
 
     def _start_read(self, buffer: Tensor) -> None:
         self._buffer = buffer
-        self._transfers = [
-            (self._store.begin(READ, memory, chunk.offset, chunk.sums), chunk) for chunk, memory in self._in(buffer)
-        ]
+        self._transfers = [(self._store.begin(READ, memory, chunk.offset, chunk.sums), chunk) for chunk, memory in self._in(buffer)]
         self._store.moved["read"] += self.nbytes
         self._store.coming.append(self)
         self.state = State.COMING
@@ -179,9 +177,7 @@ class Record:
         buffer = self._buffer
         if buffer is None:
             raise RuntimeError(f"record {self.subject} has no buffer to write from")
-        self._transfers = [
-            (self._store.begin(WRITE, memory, chunk.offset, chunk.sums), chunk) for chunk, memory in self._in(buffer)
-        ]
+        self._transfers = [(self._store.begin(WRITE, memory, chunk.offset, chunk.sums), chunk) for chunk, memory in self._in(buffer)]
         self._store.moved["written"] += self.nbytes
         self._store.going.append(self)
         self.state = State.GOING
@@ -356,9 +352,7 @@ class Record:
 
     def _sum_up(self) -> None:
         self._buffer = buffer = self._store.take(self.nbytes)
-        self._transfers = [
-            (self._store.begin(SUM, memory, chunk.offset, chunk.sums), chunk) for chunk, memory in self._in(buffer)
-        ]
+        self._transfers = [(self._store.begin(SUM, memory, chunk.offset, chunk.sums), chunk) for chunk, memory in self._in(buffer)]
         try:
             self._end_transfers("read back")
         finally:

@@ -187,9 +187,7 @@ class DiskStore:
             cause, cure = str(TransferError(problem, 0).strerror), _BROKEN[problem]
         else:
             cause, cure = os.strerror(problem or errno.EIO), remedy(problem)
-        return OffloadError(
-            f"rank {self.folder.rank} on {socket.gethostname()}: cannot {what} {subject} ({place}): {cause}; {cure}"
-        )
+        return OffloadError(f"rank {self.folder.rank} on {socket.gethostname()}: cannot {what} {subject} ({place}): {cause}; {cure}")
 
     # --- everything at once ---------------------------------------------------------------------------------------
 
@@ -245,4 +243,3 @@ class DiskStore:
         self.file.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
-

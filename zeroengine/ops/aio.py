@@ -189,9 +189,7 @@ class _PythonTransfer:
                 raise error
 
 
-def _block(
-    action: int, held: tuple[File, Tensor], memory: memoryview, offset: int, sums: array[int], index: int
-) -> None:
+def _block(action: int, held: tuple[File, Tensor], memory: memoryview, offset: int, sums: array[int], index: int) -> None:
     fd = held[0].fileno()
     if action == WRITE:
         sums[index] = zlib.crc32(memory)

@@ -26,9 +26,7 @@ class Cache:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def get(
-        self, sources: Sources, key: str, compiler: Compiler, flags: Sequence[str], again: bool = False
-    ) -> Path:
+    def get(self, sources: Sources, key: str, compiler: Compiler, flags: Sequence[str], again: bool = False) -> Path:
         """The library, built if it is not there. `again`: what is there cannot be loaded; build over it.
 
         Raises:
@@ -49,8 +47,7 @@ class Cache:
         except OSError as error:
             where = error.filename or self.folder
             raise BuildFailed(
-                f"the cache of built libraries cannot be written ({where}: {error.strerror}); set ZE_CACHE_DIR to a folder "
-                "that can"
+                f"the cache of built libraries cannot be written ({where}: {error.strerror}); set ZE_CACHE_DIR to a folder that can"
             ) from error
         return target
 

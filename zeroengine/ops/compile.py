@@ -31,9 +31,7 @@ def compile_library(sources: Sources, compiler: Compiler, flags: Sequence[str], 
     for unit in sources.units:
         made = target.with_name(f"{unit.name}.o")
         objects.append(str(made))
-        commands.append(
-            [*compiler.command, *units_flags, "-I", str(sources.folder), "-c", str(unit), "-o", str(made)]
-        )
+        commands.append([*compiler.command, *units_flags, "-I", str(sources.folder), "-c", str(unit), "-o", str(made)])
     link = [*compiler.command, *flags, *objects, "-o", str(target)]
     ninja = find_ninja()
     if ninja is None:  # the same commands, one after another
@@ -47,9 +45,7 @@ def compile_library(sources: Sources, compiler: Compiler, flags: Sequence[str], 
         raise CompileError(f"the compiler ({shlex.join(compiler.command)}) reports success and made no library")
 
 
-def _ninja_file(
-    sources: Sources, commands: list[list[str]], objects: list[str], link: list[str], target: Path
-) -> str:
+def _ninja_file(sources: Sources, commands: list[list[str]], objects: list[str], link: list[str], target: Path) -> str:
     def escaped(text: str) -> str:
         return text.replace("$", "$$")
 

@@ -106,9 +106,7 @@ def _takes(segment: Segment) -> bool:
         fits = state.dtype is torch.float32 and state.numel() == n and state.device == device and state.is_contiguous()
         if not fits:
             return False
-    return copy is None or (
-        copy.dtype in KINDS and copy.numel() == n and copy.device == device and copy.is_contiguous()
-    )
+    return copy is None or (copy.dtype in KINDS and copy.numel() == n and copy.device == device and copy.is_contiguous())
 
 
 def _fits(tensors: Iterable[Tensor]) -> bool:

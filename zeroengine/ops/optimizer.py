@@ -126,9 +126,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"{name}: {who} is {p.dtype}; it takes real floating-point numbers, torch.optim takes others")
         for what, t in (("gradient", grad), ("copy", copy)):
             if t is not None and (t.shape != p.shape or t.device != p.device):
-                raise ConfigError(
-                    f"{name}: {who} has shape {tuple(p.shape)} on {p.device}, its {what} {tuple(t.shape)} on {t.device}"
-                )
+                raise ConfigError(f"{name}: {who} has shape {tuple(p.shape)} on {p.device}, its {what} {tuple(t.shape)} on {t.device}")
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -154,8 +152,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for key in _REFUSED:
                 if group.get(key):
                     raise ConfigError(
-                        f"{type(self).__name__} was given a parameter group with {key}=True, which it does not have; use "
-                        "torch's optimizer"
+                        f"{type(self).__name__} was given a parameter group with {key}=True, which it does not have; use torch's optimizer"
                     )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -30,9 +30,7 @@ class FusedSGD(FusedOptimizer):
         check_range("momentum", momentum)
         check_range("weight_decay", weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ConfigError(
-                f"nesterov=True needs momentum above 0 and dampening 0; they are {momentum} and {dampening}"
-            )
+            raise ConfigError(f"nesterov=True needs momentum above 0 and dampening 0; they are {momentum} and {dampening}")
         defaults = {
             "lr": lr,
             "momentum": momentum,

@@ -124,9 +124,7 @@ def find_ninja() -> str | None:
 def _ask(command: tuple[str, ...], what: str) -> Compiler | str:
     named = f"{what} ({shlex.join(command)})"
     try:
-        done = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, timeout=_ASK_SECONDS, errors="replace"
-        )
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_ASK_SECONDS, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{named} cannot be run: {error}"
     if done.returncode != 0:

@@ -55,9 +55,7 @@ def named_groups(*given: dict[str, Any]) -> ParamGroups:
         group.pop("param_names", None)
         for p in group["params"]:
             if not isinstance(p, torch.Tensor):
-                raise ConfigError(
-                    f"parameter group {i} holds a {type(p).__name__}; it must hold parameters of the model"
-                )
+                raise ConfigError(f"parameter group {i} holds a {type(p).__name__}; it must hold parameters of the model")
         group["params"] = [p for p in group["params"] if p.requires_grad]
     return groups
 
@@ -72,9 +70,7 @@ def check_trainable(module: nn.Module, groups: ParamGroups) -> None:
             "some, or leave the optimizer out of the config for an evaluation-only engine"
         )
     if not any(g["params"] for g in groups):
-        raise ModelError(
-            "model_parameters holds no trainable parameter of the model; pass model.parameters() or leave it out"
-        )
+        raise ModelError("model_parameters holds no trainable parameter of the model; pass model.parameters() or leave it out")
 
 
 _OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": FusedLion, "lamb": Lamb, "muon": MuonWithAdamW}
@@ -92,11 +88,7 @@ def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Op
     """The class that config `optimizer.type` names, case and underscores aside. Raises `ConfigError` for an unknown name
     and for classes that no stage can serve."""
     wanted = name.replace("_", "").lower()
-    classes = {
-        n.lower(): c
-        for n, c in vars(torch.optim).items()
-        if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)
-    } | _OURS
+    classes = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)} | _OURS
     classes.pop("optimizer", None)
     if wanted in _ADAM:
         # torch's meaning: "Adam" adds weight decay to the gradient, unless the config says otherwise.
@@ -111,9 +103,7 @@ def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Op
     if wanted not in classes:
         near = difflib.get_close_matches(wanted, classes, n=1)
         hint = f"; did you mean '{classes[near[0]].__name__}'?" if near else ""
-        raise ConfigError(
-            f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own"
-        )
+        raise ConfigError(f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own")
     check_usable(classes[wanted])
     return classes[wanted]
 
@@ -143,9 +133,7 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
         elif key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(
-                f"optimizer.params.{key} is not a parameter of {cls.__name__}{hint}; it takes {sorted(accepted)}"
-            )
+            raise ConfigError(f"optimizer.params.{key} is not a parameter of {cls.__name__}{hint}; it takes {sorted(accepted)}")
         kwargs[key] = tuple(value) if isinstance(value, list) else value
     if "lr" in accepted and "lr" not in kwargs and signature["lr"].default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer.params.lr is missing; {cls.__name__} has no default learning rate")

@@ -9,9 +9,7 @@ import torch
 
 from zeroengine.errors import ConfigError
 
-_ELEMENTWISE = frozenset(
-    {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop", "SGD"}
-)
+_ELEMENTWISE = frozenset({"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop", "SGD"})
 _REFUSED = {
     "LBFGS": (
         "evaluates the loss again and again inside step through a closure, and works on the flat vector of all parameters; "

@@ -35,9 +35,7 @@ class Lamb(torch.optim.Optimizer):
     ) -> None:
         """Raises ValueError for values out of range."""
         if lr < 0 or eps < 0 or weight_decay < 0 or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-            raise ValueError(
-                f"Lamb: lr {lr}, eps {eps} and weight_decay {weight_decay} are 0 or more, betas {betas} are two in [0, 1)"
-            )
+            raise ValueError(f"Lamb: lr {lr}, eps {eps} and weight_decay {weight_decay} are 0 or more, betas {betas} are two in [0, 1)")
         if not 0 <= min_coeff <= max_coeff:
             raise ValueError(f"Lamb: 0 <= min_coeff <= max_coeff, not {min_coeff} and {max_coeff}")
         super().__init__(params, {

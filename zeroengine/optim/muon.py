@@ -147,9 +147,7 @@ def muon_options(params: dict[str, Any]) -> dict[str, Any]:
     if method == "gram":
         log_once('optimizer.params.ns_method "gram": torch.optim.Muon\'s iteration is used')
     elif method != "standard":
-        raise ConfigError(f"optimizer.params.ns_method is '{method}'; it is \"standard\" or \"gram\"")
+        raise ConfigError(f'optimizer.params.ns_method is \'{method}\'; it is "standard" or "gram"')
     if options.pop("per_head_muon", False):
-        raise ConfigError(
-            "optimizer.params.per_head_muon: matrices are orthogonalised whole here, which is another update; remove the key"
-        )
+        raise ConfigError("optimizer.params.per_head_muon: matrices are orthogonalised whole here, which is another update; remove the key")
     return options

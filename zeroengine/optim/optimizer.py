@@ -160,9 +160,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """One update. Collective. `closure` is refused: gradients come from `engine.backward` or `loss.backward()`."""
         if closure is not None:
-            raise ValueError(
-                "ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step"
-            )
+            raise ValueError("ZeroOptimizer.step takes no closure: gradients are reduced while backward runs, before the step")
         self.placement.check_here()
         self.check_untorn()
         self._sharder.verify()
@@ -364,12 +362,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def bytes(self) -> int:
         """Bytes in memory of masters that are separate from the values, and of optimizer state (its step counters aside)."""
         masters = sum(m.flat.nbytes for m in self.masters if m.separate)
-        state = sum(
-            v.nbytes
-            for s in self.optimizer.state.values()
-            for v in s.values()
-            if isinstance(v, torch.Tensor) and v.dim()
-        )
+        state = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim())
         return masters + state - self.placement.state_bytes_away()
 
 

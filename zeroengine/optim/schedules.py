@@ -228,9 +228,7 @@ def _stairs(position: int, size: int, stairs: int) -> float:
     return math.floor(position * stairs / size) / stairs if stairs else position / size
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
+SCHEDULES: dict[str, type[Schedule]] = {cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 _NOT_IN_JSON = {
     "LambdaLR": "a function", "MultiplicativeLR": "a function", "SequentialLR": "other schedules",
     "ChainedScheduler": "other schedules", "ReduceLROnPlateau": "a metric at each step",

@@ -134,9 +134,7 @@ class FlatMaster:
         for part, grad in self._flat_parts(used, reduced):
             part.view.grad = grad if grad.dtype is part.view.dtype else grad.to(part.view.dtype)
 
-    def feed(
-        self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor], reduced: Tensor | None = None
-    ) -> None:
+    def feed(self, used: frozenset[str], grads: dict[Tensor, Tensor], copies: dict[Tensor, Tensor], reduced: Tensor | None = None) -> None:
         """`link` for an optimizer that takes gradients of any type, and writes the values in the pass that makes them."""
         for part, grad in self._flat_parts(used, reduced):
             grads[part.view] = grad

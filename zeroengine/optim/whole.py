@@ -187,9 +187,7 @@ class WholeUpdate:
 
         self._move(members, new, place, "new values", to_owner=False)
 
-    def _to_owners(
-        self, members: list[Member], flat: Callable[[Member], Tensor], whole: dict[Member, Tensor], what: str
-    ) -> None:
+    def _to_owners(self, members: list[Member], flat: Callable[[Member], Tensor], whole: dict[Member, Tensor], what: str) -> None:
         def part(m: Member, cut: Cut) -> Tensor:
             return flat(m)[cut.at : cut.at + cut.end - cut.start]
 

@@ -53,7 +53,7 @@ class SequenceGroup:
         if dropout and self.ring.size > 1:
             raise ConfigError(
                 f"{subject}: attention dropout {dropout} with a ring of {self.ring.size}; set the model's attention dropout to "
-                "0, or use Ulysses alone (sequence_parallel.attention \"ulysses\")"
+                '0, or use Ulysses alone (sequence_parallel.attention "ulysses")'
             )
 
         def local(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -64,9 +64,7 @@ class SequenceGroup:
         return over_heads(q, k, v, self.heads, local, subject=subject)
 
 
-def make_group(
-    fabric: Fabric, ranks: Sequence[int], ulysses: int, zigzag: bool = True, name: str = "sequence"
-) -> SequenceGroup:
+def make_group(fabric: Fabric, ranks: Sequence[int], ulysses: int, zigzag: bool = True, name: str = "sequence") -> SequenceGroup:
     """Streams over `ranks` (ascending) that share a sequence, `ulysses` neighbours trading heads; `name` is theirs in `fabric`.
     Collective over `ranks`.
 

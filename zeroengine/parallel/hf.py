@@ -57,8 +57,7 @@ class SharedSequences:
         model.set_attn_implementation(attention)  # type: ignore[operator]
         if model.config._attn_implementation != attention:  # type: ignore[union-attr]
             raise ModelError(
-                f"{type(model).__name__} computes attention by itself and does not take attn_implementation \"{attention}\"; "
-                "set mesh.cp to 1"
+                f'{type(model).__name__} computes attention by itself and does not take attn_implementation "{attention}"; set mesh.cp to 1'
             )
         connect(model, self._link)
 
@@ -144,9 +143,7 @@ class SharedSequences:
         if logits is None or logits.dim() != 3:
             raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
         if getattr(output, "aux_loss", None) is not None:
-            raise ModelError(
-                "the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False"
-            )
+            raise ModelError("the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False")
         count = (targets != IGNORED).sum()
         output["loss"] = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
         return output

@@ -99,9 +99,7 @@ def attention_forward(
         raise ModelError(f"{who} was called outside the engine's forward; call the engine, not its module")
     asked = [name for name in _REFUSED if kwargs.get(name) is not None]
     if asked:
-        raise ModelError(
-            f"{who} asks for {', '.join(asked)}, which attention over a shared sequence does not compute; set mesh.cp to 1"
-        )
+        raise ModelError(f"{who} asks for {', '.join(asked)}, which attention over a shared sequence does not compute; set mesh.cp to 1")
     local = link.batch.layout.local
     if query.shape[2] != local or key.shape[2] != local:
         raise ModelError(

@@ -27,9 +27,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Kernel(Protocol):
     """One way to compute a block. `allowed` [B or 1, 1, Sq, Sk] goes with `Kind.MASKED`."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, kind: Kind,
@@ -40,9 +38,7 @@ class Kernel(Protocol):
 class Twin:
     """Plain torch, on every device and for every type; scores of at most `_ROWS` rows at a time, in the wide type."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         outs, sums = [], []
         keys, values = _expand(k, q).to(wide(k.dtype)), _expand(v, q).to(wide(v.dtype))
         for at in range(0, max(q.shape[2], 1), _ROWS):
@@ -83,9 +79,7 @@ class Twin:
 class CpuFlash:
     """torch's flash attention for CPUs. It takes as many key heads as query heads."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, _expand(k, q), _expand(v, q), 0.0, kind is Kind.DIAGONAL, attn_mask=_bias(allowed, q), scale=scale
         )
@@ -110,9 +104,7 @@ class CudaFlash:
     def __init__(self) -> None:
         self._twin = Twin()
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, kind: Kind, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         if kind is Kind.MASKED:
             return self._twin.forward(q, k, v, scale, kind, allowed)
         found = torch.ops.aten._scaled_dot_product_flash_attention(

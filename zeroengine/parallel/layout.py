@@ -40,9 +40,7 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.ring < 1 or self.ulysses < 1:
-            raise ConfigError(
-                f"a sequence of {self.length} tokens on {self.ring} x {self.ulysses} ranks: each must be at least 1"
-            )
+            raise ConfigError(f"a sequence of {self.length} tokens on {self.ring} x {self.ulysses} ranks: each must be at least 1")
 
     @property
     def size(self) -> int:
@@ -81,9 +79,7 @@ class SequenceLayout:
     def pad(self, whole: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
         """`whole` (with `length` along `dim`) extended by `fill` to `padded`."""
         if whole.shape[dim] != self.length:
-            raise ValueError(
-                f"dimension {dim} of a tensor of shape {tuple(whole.shape)} is not the sequence of {self.length} tokens"
-            )
+            raise ValueError(f"dimension {dim} of a tensor of shape {tuple(whole.shape)} is not the sequence of {self.length} tokens")
         if self.padded == self.length:
             return whole
         shape = list(whole.shape)

@@ -111,9 +111,7 @@ class TensorParallel:
         for name, style in self.plan.styles.items():
             module = modules.get(name)
             if self.region.splits and style in ("experts", "packed"):
-                raise ModelError(
-                    f"'{name}': experts cannot run on a split sequence; set tensor_parallel.sequence_parallel to false"
-                )
+                raise ModelError(f"'{name}': experts cannot run on a split sequence; set tensor_parallel.sequence_parallel to false")
             if module is None or style not in ("column", "row", "fused"):
                 continue
             weight = params[f"{name}.weight"]
@@ -254,9 +252,7 @@ class TensorParallel:
     def _expert_borders(self, name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             # routing weights scale partial outputs, so their gradients are partial, too
-            return tuple(
-                self.region.enter(a, name) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
-            )
+            return tuple(self.region.enter(a, name) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
         def after(_: nn.Module, args: Any, out: Tensor) -> Tensor:
             return self.region.leave(out, name)
@@ -272,6 +268,7 @@ class TensorParallel:
 
     def _sum_gradient(self, name: str, param: nn.Parameter) -> None:
         """For a parameter that is whole on every rank, but used on a part of its inputs or outputs."""
+
         def summed(grad: Tensor) -> Tensor:
             out = grad.contiguous().clone()
             self.comm.all_reduce(out, f"gradient of '{name}'").wait()

@@ -99,8 +99,7 @@ def automatic_plan(model: nn.Module) -> Plan:
                 )
             if not any(isinstance(getattr(module, h, None), int) for h in _HEADS):
                 raise ModelError(
-                    f"attention '{name}' has none of the attributes {', '.join(_HEADS[:4])}: its heads cannot be split; "
-                    "set mesh.tp to 1"
+                    f"attention '{name}' has none of the attributes {', '.join(_HEADS[:4])}: its heads cannot be split; set mesh.tp to 1"
                 )
             styles.update({prefix + n: "column" for n in inputs} | {prefix + outs[0]: "row"})
         elif _is_mlp(linears):

@@ -29,9 +29,7 @@ class HeadPlan:
 
     def __post_init__(self) -> None:
         if self.key_heads < 1 or self.query_heads % self.key_heads:
-            raise ValueError(
-                f"{self.query_heads} query heads over {self.key_heads} key heads: the first must be a multiple of the second"
-            )
+            raise ValueError(f"{self.query_heads} query heads over {self.key_heads} key heads: the first must be a multiple of the second")
 
     @property
     def group(self) -> int:
@@ -59,9 +57,7 @@ class HeadPlan:
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, flat: Tensor, comm: Communicator, sends: list[int], receives: list[int], subject: str
-    ) -> Tensor:
+    def forward(ctx: Any, flat: Tensor, comm: Communicator, sends: list[int], receives: list[int], subject: str) -> Tensor:
         ctx.comm, ctx.sends, ctx.receives, ctx.subject = comm, sends, receives, subject
         return _exchange(flat, comm, sends, receives, subject)
 

@@ -126,9 +126,7 @@ class PipelineModule(nn.Module):
         if stage is not None:
             return self._run_stage(x, stage, micro)
         if len(self.local_stages) != len(self.placement):
-            raise ModelError(
-                f"pipeline rank {self.stage_rank} has stages {self.local_stages} only; run the model by engine.train_batch"
-            )
+            raise ModelError(f"pipeline rank {self.stage_rank} has stages {self.local_stages} only; run the model by engine.train_batch")
         for s in self.local_stages:
             x = self._run_stage(x, s, micro)
         return x

@@ -56,9 +56,9 @@ def schedule_rule(
 ) -> Callable[[OrderFunction], ScheduleRule]:
     """Makes a schedule of a function.
 
-        @schedule_rule("mine")
-        def mine(ranks, micro_batches, chunks):
-            return tuple(tuple(...) for rank in range(ranks))
+    @schedule_rule("mine")
+    def mine(ranks, micro_batches, chunks):
+        return tuple(tuple(...) for rank in range(ranks))
     """
     return lambda orders: ScheduleRule(name, orders, placement, chunks, trains)
 
@@ -148,9 +148,7 @@ def dualpipe_v(ranks: int, micro_batches: int, chunks: int) -> Orders:
     """The V-shaped half of DualPipe (DeepSeek-V3 report, 2024, section 3.2.1; cut in half by Sea AI Lab): a forward of one
     direction stands beside a backward of the other, to be overlapped. Needs 2 * ranks micro-batches."""
     if micro_batches < 2 * ranks:
-        raise ScheduleError(
-            f"schedule 'dualpipe-v': {micro_batches} micro-batches on {ranks} ranks; it needs at least {2 * ranks}"
-        )
+        raise ScheduleError(f"schedule 'dualpipe-v': {micro_batches} micro-batches on {ranks} ranks; it needs at least {2 * ranks}")
     return tuple(_dualpipe_v_rank(ranks, micro_batches, rank) for rank in range(ranks))
 
 
@@ -235,9 +233,7 @@ def find_rule(schedule: str | ScheduleRule) -> ScheduleRule:
     if ":" not in schedule:
         near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1, cutoff=0.4)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ScheduleError(
-            f"schedule '{schedule}' is not known{hint} It is one of {', '.join(SCHEDULES)}, or 'package.module:function'"
-        )
+        raise ScheduleError(f"schedule '{schedule}' is not known{hint} It is one of {', '.join(SCHEDULES)}, or 'package.module:function'")
     module, _, name = schedule.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -23,9 +23,7 @@ class DistributedAttention(nn.Module):
     Key and value may have fewer heads than the query (GQA, MQA), also fewer than there are ranks; no number needs to divide.
     """
 
-    def __init__(
-        self, local_attention: Callable[..., Tensor], group: Communicator, scatter_idx: int = 2, gather_idx: int = 0
-    ) -> None:
+    def __init__(self, local_attention: Callable[..., Tensor], group: Communicator, scatter_idx: int = 2, gather_idx: int = 0) -> None:
         super().__init__()
         if scatter_idx == gather_idx or not {scatter_idx, gather_idx} <= {0, 1, 2}:
             raise ValueError(
@@ -37,9 +35,7 @@ class DistributedAttention(nn.Module):
         self._order = (batch_idx, scatter_idx, gather_idx, 3)
         self._back = tuple(self._order.index(i) for i in range(4))
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, lengths: Sequence[int] | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, lengths: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
         """4-D tensors with this rank's tokens and all heads; returns the same for the output. `lengths`: tokens of each rank
         where they differ. Collective over the group, also in backward."""
 

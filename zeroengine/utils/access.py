@@ -85,8 +85,7 @@ class _Trained:
         shape = spec.shape if self.shard is None else self.shard.whole_shape(spec.shape)
         if value.shape != shape:
             raise ModelError(
-                f"rank {me}: {what} of parameter '{spec.name}' has shape {tuple(shape)}, and the value given has "
-                f"{tuple(value.shape)}"
+                f"rank {me}: {what} of parameter '{spec.name}' has shape {tuple(shape)}, and the value given has {tuple(value.shape)}"
             )
         value = value if self.shard is None else self.shard.cut(value)
         value = value.detach().to(device=bucket.device, dtype=self.master.flat.dtype).contiguous()
@@ -94,8 +93,7 @@ class _Trained:
         told = holders.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
         if not bool((told == told[0]).all()):
             raise DivergenceError(
-                f"rank {me}: the value for {what} of parameter '{spec.name}' is not the same on all ranks; give the same "
-                "everywhere"
+                f"rank {me}: the value for {what} of parameter '{spec.name}' is not the same on all ranks; give the same everywhere"
             )
         return value
 
@@ -183,8 +181,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     trained = _need(param, optim_state_key)
     if safe_get_full_optimizer_state(param, optim_state_key) is None:
         raise ModelError(
-            f"the optimizer keeps no '{optim_state_key}' for parameter '{trained.slot.name}' (yet): state is made by the "
-            "first step"
+            f"the optimizer keeps no '{optim_state_key}' for parameter '{trained.slot.name}' (yet): state is made by the first step"
         )
     flat = torch.zeros_like(trained.master.flat)
     trained.part_of(flat).copy_(trained.part_of_whole(trained.checked(value, optim_state_key)))

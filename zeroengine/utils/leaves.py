@@ -51,9 +51,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _mark(
-    model: nn.Module, classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool, *, flag: bool
-) -> list[nn.Module]:
+def _mark(model: nn.Module, classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool, *, flag: bool) -> list[nn.Module]:
     wanted = list(classes)
     types = tuple(c for c in wanted if isinstance(c, type))
     names = {c for c in wanted if isinstance(c, str)}

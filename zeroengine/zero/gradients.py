@@ -43,9 +43,7 @@ class BucketGradients:
     launch adds its reduction: reduction is linear.
     """
 
-    def __init__(
-        self, bucket: Bucket, rule: GradientRule, shard_comm: Communicator, replica_comm: Communicator, pool: BufferPool
-    ) -> None:
+    def __init__(self, bucket: Bucket, rule: GradientRule, shard_comm: Communicator, replica_comm: Communicator, pool: BufferPool) -> None:
         self.bucket = bucket
         self.rule = rule
         self._comm = shard_comm

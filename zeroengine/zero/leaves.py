@@ -25,8 +25,7 @@ def find_leaves(module: nn.Module, wanted: Mapping[str, Any] | None = None) -> d
     classes, names, suffixes = (frozenset(chosen.pop(k, None) or ()) for k in ("classes", "names", "name_suffixes"))
     if chosen:
         raise ConfigError(
-            f"zero_optimization.leaf_module has the unknown keys {', '.join(sorted(chosen))}; known are classes, names and "
-            "name_suffixes"
+            f"zero_optimization.leaf_module has the unknown keys {', '.join(sorted(chosen))}; known are classes, names and name_suffixes"
         )
     found: dict[str, list[nn.Module]] = {}
     unseen = set(names)

@@ -57,9 +57,7 @@ def _fill(child: nn.Module, prefix: str, find: Callable[[str], Tensor | None], k
         _reset(child, prefix, missing, buffers, find)
 
 
-def _reset(
-    child: nn.Module, prefix: str, missing: list[str], buffers: list[str], find: Callable[[str], Tensor | None]
-) -> None:
+def _reset(child: nn.Module, prefix: str, missing: list[str], buffers: list[str], find: Callable[[str], Tensor | None]) -> None:
     """The module's own initialiser for what has no value; what has one is written again, over the initialiser's."""
     reset = getattr(child, "reset_parameters", None)
     if callable(reset):

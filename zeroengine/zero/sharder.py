@@ -66,9 +66,7 @@ GatherUnit = list[Bucket]
 def gather_units(buckets: list[Bucket], leaves: dict[str, list[int]]) -> list[GatherUnit]:
     """Units in order of their first bucket. `leaves`: indices of the buckets that belong together."""
     together = {i: members for members in leaves.values() for i in members}
-    return [
-        [buckets[i] for i in together.get(b.index, [b.index])] for b in buckets if b.index == together.get(b.index, [b.index])[0]
-    ]
+    return [[buckets[i] for i in together.get(b.index, [b.index])] for b in buckets if b.index == together.get(b.index, [b.index])[0]]
 
 
 def _gathered(unit: GatherUnit) -> bool:
@@ -106,9 +104,7 @@ def in_backward() -> bool:
 class Sharder:
     """Owns the buckets whose values are sharded and the hooks on `module`."""
 
-    def __init__(
-        self, module: nn.Module, buckets: list[Bucket], window: GatherWindow, leaves: dict[str, list[int]] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, buckets: list[Bucket], window: GatherWindow, leaves: dict[str, list[int]] | None = None) -> None:
         self.module = module
         self.buckets = buckets
         self._window = window

@@ -83,9 +83,7 @@ def whole_shape(param: Tensor) -> torch.Size:
     return param.shape if shard is None else shard.whole_shape(param.shape)
 
 
-def place(
-    shard: TensorShard, shape: Sequence[int], offsets: Sequence[int], box: Tensor
-) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def place(shard: TensorShard, shape: Sequence[int], offsets: Sequence[int], box: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Where a box at `offsets` of a part of `shape` lies in the whole: (offsets in the whole, the box or a part of it)."""
     part = shape[shard.dim] // shard.sections  # of one section
     at, end = offsets[shard.dim], offsets[shard.dim] + box.shape[shard.dim]

@@ -28,7 +28,7 @@ class Accelerator:
         return getattr(self._module, name)
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """"cuda", or "cuda:1" with an index; the CPU has one name."""
+        """ "cuda", or "cuda:1" with an index; the CPU has one name."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:

@@ -50,9 +50,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return result
 
 
-def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> nn.Module:
     """`model` on the host with the checkpoint's weights."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)

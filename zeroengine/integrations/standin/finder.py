@@ -89,9 +89,7 @@ class _Metadata(importlib.metadata.Distribution):
 class StandInFinder(importlib.metadata.DistributionFinder, Loader):
     """Finds the modules of the table, says why others are not there, and answers for the distribution."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _ROOT and not fullname.startswith(f"{_ROOT}."):
             return None
         if fullname in NAMES:

@@ -50,9 +50,7 @@ def configure(
     asked = dict(zip(_MEMORY, (partition_activations, contiguous_checkpointing, checkpoint_in_cpu), strict=True))
     for name, value in asked.items():
         if value:
-            raise ConfigError(
-                f"deepspeed.checkpointing.configure({name}=True): saved inputs stay where they are made; leave it out"
-            )
+            raise ConfigError(f"deepspeed.checkpointing.configure({name}=True): saved inputs stay where they are made; leave it out")
     _settings.configured = True
 
 
