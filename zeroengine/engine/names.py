@@ -88,7 +88,7 @@ class ScriptMethods:
     @property
     def data_parallel_group(self) -> Any:
         """torch's group of the ranks that read different data, for a script's own collectives."""
-        if self.mesh.data_parallel_size != self.world_size:
+        if self.mesh.sample_groups != self.world_size:
             raise ConfigError(
                 f"data_parallel_group: the {self.world_size} ranks are not one data-parallel group here; make the group that you "
                 "need from engine.mesh.ranks_along(...)"
@@ -100,11 +100,11 @@ class ScriptMethods:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the samples of a step by the number of micro-batches. Between steps, and on all ranks alike. Raises
         `ConfigError` if they do not divide."""
-        per_micro = self.batch.micro * self.mesh.data_parallel_size
+        per_micro = self.batch.micro * self.mesh.sample_groups
         if train_batch_size < 1 or train_batch_size % per_micro:
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}): a step is a multiple of {self.batch.micro} samples x "
-                f"{self.mesh.data_parallel_size} ranks = {per_micro}"
+                f"{self.mesh.sample_groups} data-parallel ranks = {per_micro}"
             )
         self._set_batch(train_batch_size, self.batch.micro)
 
@@ -112,12 +112,12 @@ class ScriptMethods:
         """Changes the samples of a micro-batch, and with them those of a step. Between steps, and on all ranks alike."""
         if micro_batch_size < 1:
             raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): at least 1")
-        self._set_batch(micro_batch_size * self.batch.accumulation * self.mesh.data_parallel_size, micro_batch_size)
+        self._set_batch(micro_batch_size * self.batch.accumulation * self.mesh.sample_groups, micro_batch_size)
 
     def _set_batch(self, train: int, micro: int) -> None:
         if self.mechanism.reducer.unfinished:
             raise ConfigError("the batch size changes between steps; there are gradients of a step under way")
-        accumulation = train // (micro * self.mesh.data_parallel_size)
+        accumulation = train // (micro * self.mesh.sample_groups)
         self.batch = dataclasses.replace(self.batch, train=train, micro=micro, accumulation=accumulation)
         self.micro_steps = 0  # the next micro-batch is the first of a step
         self._prepare_backward()
