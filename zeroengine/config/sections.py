@@ -100,7 +100,9 @@ class DataTypesSection(Section):
         None, "Type of the weights.", "the type of the weights follows from `fp16` or `bf16`; remove the key"
     )
     buffer_dtype: DtypeName | None = refused(
-        None, "Type of the buffers.", "buffers keep the type in which the model made them; cast them in the model"
+        None,
+        "Type of the buffers.",
+        "floating-point buffers follow the weights, except rotary frequencies and those that a module names in `fp32_buffers`; remove the key",
     )
     keep_in_fp32_modules: Strings | None = refused(
         None, "Names of modules whose buffers stay in fp32.",

@@ -12,6 +12,7 @@ from torch import nn
 from zeroengine.comm import get_local_rank
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
+from zeroengine.zero.policy import policy_for
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes, Config
@@ -46,13 +47,13 @@ class ScriptMethods:
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
-        return self.settings.zero_optimization.stage > 0
+        return policy_for(self.settings.zero_optimization.stage).shard_state
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self.settings.zero_optimization.stage >= 2
+        return policy_for(self.settings.zero_optimization.stage).shard_grads
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self.settings.zero_optimization.stage >= 3
+        return policy_for(self.settings.zero_optimization.stage).shard_params
 
     def steps_per_print(self) -> float | None:
         return self.settings.steps_per_print
@@ -151,7 +152,7 @@ class ScriptMethods:
         """Compiles the module's forward with torch.compile, in place. Refused at stage 3, and with a schedule of graph passes."""
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError("engine.compile takes a backend and compile_kwargs; it has no schedule and no compiled autograd")
-        if self.settings.zero_optimization.stage == 3:
+        if self.zero_optimization_partition_weights():
             raise ConfigError(
                 "engine.compile at stage 3: torch.compile reads parameters while it traces, and they are sharded away then; compile "
                 "functions that take no parameters (an attention, a loss), or use stage 2"
