@@ -102,7 +102,7 @@ class DataTypesSection(Section):
     buffer_dtype: DtypeName | None = refused(
         None,
         "Type of the buffers.",
-        "floating-point buffers follow the weights, except rotary frequencies and those that a module names in `fp32_buffers`; remove the key",
+        "buffers follow the weights, except rotary frequencies and what a module names in `fp32_buffers`; remove the key",
     )
     keep_in_fp32_modules: Strings | None = refused(
         None, "Names of modules whose buffers stay in fp32.",
