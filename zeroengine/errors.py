@@ -32,7 +32,7 @@ class DivergenceError(RankError):
 
 
 class NonFiniteError(ZeroEngineError, ArithmeticError):
-    """Gradients stayed non-finite for longer than the configuration allows."""
+    """Gradients were non-finite in a thousand steps in a row."""
 
 
 class CheckpointError(ZeroEngineError):

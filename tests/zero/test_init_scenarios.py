@@ -90,7 +90,7 @@ def matrices() -> nn.Module:
 
 
 def _whole_matrices(rank: int, world: int) -> list[str]:
-    """Muon, LAMB and Adafactor see matrices of a sharded build, too, in fp32 and with masters; groups by `ndim` are those of a plain one."""
+    """Muon, LAMB and Adafactor see the matrices of a sharded build, in fp32 and with masters; groups by `ndim` are right."""
     faults = []
     for kind in ("Muon", "Lamb", "Adafactor"):
         for precision in ({}, {"bf16": {"enabled": True}}):

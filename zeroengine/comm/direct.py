@@ -20,6 +20,7 @@ from zeroengine.comm import checks
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
 from zeroengine.comm.protocol import Communicator, ReduceOp, Traffic, Work
 from zeroengine.comm.torch_names import all_gather_single, all_to_all_single, reduce_scatter_single
+from zeroengine.device import local_device
 
 _REMEMBERED = 64
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -99,7 +100,8 @@ class DirectCommunicator:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
-        self._note("reduce_scatter", subject, full, checks.sent_share(full.nbytes, self.size))
+        sent = checks.sent_share(full.numel() * shard.element_size(), self.size)
+        self._note("reduce_scatter", subject, full, sent)
         wide = full if full.dtype == shard.dtype else full.to(shard.dtype)  # the sum is made in the shard's dtype
         direct = not accumulate
         out = shard.view(-1) if direct else torch.empty_like(shard.view(-1))
@@ -160,7 +162,13 @@ class DirectCommunicator:
         return DirectWork(dist.irecv(tensor, self.ranks[src], group=self._group), (tensor,))
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
-        raise TypeError(f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator")
+        """Rows of all ranks, on the CPU. Blocks the host; `values` travels through the device."""
+        mine = values.contiguous().view(-1).to(local_device())
+        rows = mine.new_empty(self.size * mine.numel())
+        self._note("exchange", subject, mine, checks.sent_share(rows.nbytes, self.size))
+        handle = all_gather_single(rows, mine, group=self._group, async_op=True)
+        DirectWork(handle, (rows, mine)).wait()
+        return rows.view(self.size, *values.shape).cpu()
 
     def barrier(self, subject: str) -> None:
         raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")

@@ -102,7 +102,9 @@ class DataTypesSection(Section):
         None, "Type of the weights.", "the type of the weights follows from `fp16` or `bf16`; remove the key"
     )
     buffer_dtype: DtypeName | None = refused(
-        None, "Type of the buffers.", "buffers keep the type in which the model made them; cast them in the model"
+        None,
+        "Type of the buffers.",
+        "buffers follow the weights, except rotary frequencies and what a module names in `fp32_buffers`; remove the key",
     )
     keep_in_fp32_modules: Strings | None = key(
         None, "Modules whose parameters and buffers stay in fp32 in 16-bit training: a part of the path, or the whole with *."

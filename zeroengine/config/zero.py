@@ -131,7 +131,7 @@ class ZeroSection(Section):
     pipeline_loading_checkpoint: Flag = ignored(False, "Overlap checkpoint reading.", "affects loading time only")
     override_module_apply: Flag = ignored(True, "Gather in `Module.apply`.", "`Module.apply` works on gathered values")
     log_trace_cache_warnings: Flag = ignored(False, "Log prefetch surprises.", "affects logging only")
-    enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked")
+    enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked (over NCCL once a step)")
     compute_grad_norm: Flag = ignored(True, "Compute the gradient norm.", "the norm is always known after a step")
     parameter_alignment: Flag = ignored(False, "Parameters start at aligned addresses.", "affects speed only")
     save_muon_momentum_buffer_in_memory: Flag = ignored(False, "Where Muon's momentum lives.", "affects memory only")

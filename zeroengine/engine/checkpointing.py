@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import BackgroundSaver, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.checkpoint import BackgroundSaver, Comparison, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
 from zeroengine.engine import pieces as state
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
@@ -197,16 +197,20 @@ class CheckpointMethods:
         """Fills weights, masters and, `with_state`, the optimizer from one of our checkpoints. Collective."""
         index = read_index(found, **_world())
         optimizer = self.mechanism.optimizer if with_state else None
-        self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         made = state.make_state(optimizer) if optimizer is not None else []
         try:
             moments = place_parts(state.optimizer_pieces(optimizer), self.module) if optimizer is not None else {}
             plan = plan_load(self.module, self.mechanism, index, self._saved_name)
             verdict = Verdict(found, index, strict, class_name(optimizer))
+
+            def fits(comparison: Comparison) -> None:
+                verdict(comparison)
+                self.mechanism.reducer.forget()  # of a step that was begun: nothing has changed before the verdict
+
             loaded = load(
                 found, {**plan.wanted, **state.under_names(moments, self._saved_name)}, strict=False, only=Verdict.KINDS,
-                allow_pickle=allow_pickle, optional=plan.optional, check=verdict, **_world(),
+                allow_pickle=allow_pickle, optional=plan.optional, check=fits, **_world(),
             )  # fmt: skip
         except CheckpointError:
             for p in made:  # as if nobody had asked

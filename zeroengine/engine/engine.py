@@ -100,10 +100,15 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         with self._times.phase("forward"), autocast(self.settings, self.device):
-            if self.sequences is not None:
-                return self.sequences.run(self.module, args, kwargs)
-            check_same_batch((args, kwargs), self.mesh.same_sample)
-            return self.module(*args, **kwargs)
+            try:
+                if self.sequences is not None:
+                    return self.sequences.run(self.module, args, kwargs)
+                check_same_batch((args, kwargs), self.mesh.same_sample)
+                return self.module(*args, **kwargs)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # torch runs no hooks after a KeyboardInterrupt or SystemExit
+                    self.mechanism.sharder.abandon()
+                raise
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
@@ -209,8 +214,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         source = data_iter if data_iter is not None else self._endless_data()
         total = torch.zeros((), device=self.device)
         self.train()
-        for _ in range(self.batch.accumulation):
-            loss = self._call(next(source))
+        # All of them first: data that ends in the middle of a step must not leave half a step behind.
+        for batch in [next(source) for _ in range(self.batch.accumulation)]:
+            loss = self._call(batch)
             self.backward(loss)
             total += loss.detach().float()
             self.step()
@@ -400,13 +406,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         self._end_background_saves()
         self.reload_states()
         self._begin_hook.remove()
-        self.mechanism.remove()
-        if self.sequences is not None:
-            self.sequences.remove(self.module)
-        if self.layers is not None:
-            self.layers.remove(self.module)
-        if self.experts is not None:  # last, as it was put on: other ranks' experts come back as copies of whole ones
-            self.experts.remove()
+        take_apart(self.module, self.mechanism, self.sequences, self.layers, self.experts)
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:
@@ -431,3 +431,18 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 __all__ = ["SchedulerFactory", "ZeroEngine"]
+
+
+def take_apart(
+    module: nn.Module, mechanism: Mechanism | None, sequences: SharedSequences | None, layers: TensorParallel | None,
+    experts: ExpertParallel | None,
+) -> None:  # fmt: skip
+    """Takes off `module` what was put on it, in the order in which it comes off. Collective."""
+    if mechanism is not None:
+        mechanism.remove()
+    if sequences is not None:
+        sequences.remove(module)
+    if layers is not None:
+        layers.remove(module)
+    if experts is not None:  # last: other ranks' experts come back as copies of whole ones
+        experts.remove()

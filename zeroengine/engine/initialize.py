@@ -16,9 +16,9 @@ from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
-from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
-from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
+from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
 from zeroengine.engine.memory import check_memory
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
@@ -83,6 +83,8 @@ def initialize(
     _check_folders(settings)
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    if mesh is not None:
+        _check_mesh(settings, mesh)
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
     if isinstance(model, PipelineModule):
         return initialize_pipeline(
@@ -111,8 +113,8 @@ def _initialize(
     check_free(model)
     check_plain(model)
     to_device(model, mesh.fabric.device)
-    layers, sequences, experts = share_layers(model, settings, mesh), None, None
-    zero_optimizer = None
+    layers = share_layers(model, settings, mesh)
+    sequences = experts = mechanism = zero_optimizer = None
     members = groups_of(mesh)
     try:
         sequences = share_sequences(model, settings, mesh, layers)
@@ -121,17 +123,13 @@ def _initialize(
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
-            _check_memory(model, mechanism)
-    except Exception:
-        for shared in (sequences, layers):
-            if shared is not None:
-                shared.remove(model)
-        if experts is not None:
-            experts.remove()
+            check_memory(model, mechanism)
+        scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
+        loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
+        engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
+    except Exception:  # the model is as it was and can be given again
+        take_apart(model, mechanism, sequences, layers, experts)
         raise
-    scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -170,6 +168,26 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) 
         fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
         ep=ep,
     )  # fmt: skip
+
+
+def _check_mesh(settings: Config, mesh: Mesh) -> None:
+    """Refuses a configuration that asks for another mesh than the one that is given."""
+    degrees, zero, fabric = settings.mesh, settings.zero_optimization, mesh.fabric
+    is_there = {**mesh.degrees.sizes(), "ep": mesh.experts.size if mesh.experts is not None else 1}
+    asked: dict[str, tuple[Any, Any]] = {
+        f"mesh.{name}": (getattr(degrees, name), is_there[name]) for name in degrees.model_fields_set if name in is_there
+    }
+    if zero.mics_shard_size is not None and degrees.dp_shard is None:
+        asked["zero_optimization.mics_shard_size"] = (zero.mics_shard_size, is_there["dp_shard"])
+    for name in settings.health.model_fields_set & {"comm_timeout", "stall_timeout"}:
+        here = fabric.timeout if name == "comm_timeout" else fabric.stall_timeout
+        asked[f"health.{name}"] = (getattr(settings.health, name), here)
+    other = [f"{key} is {wanted}, that of the mesh {found}" for key, (wanted, found) in asked.items() if wanted not in (None, found)]
+    if other:
+        raise ConfigError(
+            f"zeroengine.initialize(mesh=...) has another mesh than the configuration: {'; '.join(other)}; leave these keys out, or "
+            "build the mesh with these values"
+        )
 
 
 def _expert_degree(settings: Config, model: nn.Module) -> int:
@@ -231,11 +249,3 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
-
-
-def _check_memory(model: nn.Module, mechanism: Mechanism) -> None:
-    try:
-        check_memory(model, mechanism)
-    except Exception:
-        mechanism.remove()
-        raise

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
+from zeroengine.errors import DivergenceError
 from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.options import digest, first_difference, leaf_lines
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
@@ -136,9 +138,20 @@ def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
     return GradientRule(accumulate, wire, factor / before, before)
 
 
+def check_same_config(config: Config, control: Communicator) -> None:
+    """Raises `DivergenceError` on every rank where their configurations differ, paths aside. Collective."""
+    lines = leaf_lines(config.to_dict())
+    value = digest(lines)
+    facts = torch.tensor([value, -value], dtype=torch.int64)
+    control.all_reduce(facts, "configuration", op="max").wait()
+    if int(facts[0]) != -int(facts[1]):
+        raise DivergenceError(f"{first_difference(lines, control)}; give zeroengine.initialize the same configuration everywhere")
+
+
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. Collective."""
     check_same(module, groups)
+    check_same_config(config, groups.control)
     pools = make_pools(groups)
     rule = sharding_rule(config)
     if rule.dtype is not None:
@@ -190,19 +203,15 @@ def attach_optimizer(
     tensor: Communicator | None = None,
 ) -> ZeroOptimizer:  # fmt: skip
     """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
-    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
+    over the ranks that share layers."""
     mesh = mechanism.groups
-    try:
-        attached = attach(source, groups, mechanism.gradients, mechanism.masters)
-        mechanism.optimizer = ZeroOptimizer(
-            attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-            build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
-            mechanism.placement,
-        )  # fmt: skip
-        if tensor is not None:
-            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
-        mechanism.placement.agree(mesh.control, "setting memory and disk aside")
-    except Exception:
-        mechanism.remove()
-        raise
+    attached = attach(source, groups, mechanism.gradients, mechanism.masters)
+    mechanism.optimizer = ZeroOptimizer(
+        attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
+        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        mechanism.placement,
+    )  # fmt: skip
+    if tensor is not None:
+        step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
+    mechanism.placement.agree(mesh.control, "setting memory and disk aside")
     return mechanism.optimizer

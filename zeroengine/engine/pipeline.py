@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.engine.data import EngineLoader, build_loader
-from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
@@ -296,20 +296,19 @@ def initialize_pipeline(
     ties.equalize(module)
     members = groups_of(mesh)
     experts = spread_experts(module, settings, mesh, members, stage=True)
+    mechanism = zero_optimizer = None
     try:
         mechanism = build_stages(module, settings, members, ties, trains=source is not None)
+        if source is not None:
+            zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
+            across = AcrossStages(ties, members, comms.control)
+            zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
+        scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
+        loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
+        engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts)
     except Exception:
-        if experts is not None:
-            experts.remove()
+        take_apart(module, mechanism, None, None, experts)
         raise
-    zero_optimizer = None
-    if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
-        across = AcrossStages(ties, members, comms.control)
-        zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
-    scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts)
     checked = engine.schedule(batch.accumulation)
     log_rank0(
         f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, "

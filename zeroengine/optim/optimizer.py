@@ -20,6 +20,8 @@ from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.offloaded import AwayUpdate
+from zeroengine.optim.options import digest as digest_of
+from zeroengine.optim.options import first_difference, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
@@ -169,8 +171,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.verify()
         self._sharder.end_backward()
         self._before_update()
-        used, edited = self.reducer.finish(self._edit_marks())
-        self._follow_edits(edited)
+        lines = option_lines(self.param_groups)
+        options = digest_of(lines)
+        used, marks = self.reducer.finish([*self._edit_marks(), options, -options])
+        if marks[-2] != -marks[-1]:
+            raise DivergenceError(f"{first_difference(lines, self._control)}; {_OPTIONS_REMEDY}")
+        self._follow_edits(marks[:-2])
         self._check_used(used)
         gradients = self.reducer.gradients
         share = self._share_of_tokens()
@@ -394,6 +400,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         masters = sum(m.flat.nbytes for m in self.masters if m.separate)
         state = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim())
         return masters + state - self.placement.state_bytes_away()
+
+
+_OPTIONS_REMEDY = (
+    "set the options of the optimizer alike on all ranks (a schedule that follows the loss, such as ReduceLROnPlateau, needs the "
+    "mean over ranks)"
+)
 
 
 def _rehearse(inner: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:

@@ -17,6 +17,7 @@ from zeroengine.offload.link import on_host
 from zeroengine.offload.placement import Placement
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
 from zeroengine.zero.experts import common_name, expert_part
+from zeroengine.zero.frozen import note_frozen
 from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.kept import kept_modules
 from zeroengine.zero.layout import BucketLayout
@@ -170,6 +171,7 @@ def build_buckets(
                 values = p.data.contiguous().view(-1)
                 _from_rank0(values, group, name)
                 p.data = values.view(p.shape).to(dtype)
+                note_frozen(p, name, group.params)
             continue
         for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
             chosen = [named[i] for i in members]

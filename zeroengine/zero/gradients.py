@@ -91,6 +91,11 @@ class BucketGradients:
         self._seen.clear()
 
     @property
+    def streams(self) -> tuple[Communicator, ...]:
+        """What moves this bucket's values and gradients."""
+        return self._comm, self._replicas, self.bucket.comm
+
+    @property
     def replicated(self) -> bool:
         """The reduction goes on over replicas of this shard group."""
         return self._replicas.size > 1

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.direct import DirectCommunicator
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.zero.bucket import Bucket
@@ -40,6 +41,8 @@ class Reducer:
         self.guided = False
         self.plain = False
         self._control = control
+        # Streams of a device block no host, so nobody compares their operations while they run: `finish` does.
+        self._unchecked = [s for s in dict.fromkeys(s for g in gradients for s in g.streams) if isinstance(s, DirectCommunicator)]
         self._names = [spec.name for g in gradients for spec in g.bucket.layout.specs]
         self._order = list(reversed(range(len(gradients))))
         self._finished: list[int] = []  # order in which buckets completed, until it is agreed
@@ -180,6 +183,8 @@ class Reducer:
                 self.gradients[position].launch()
                 self._launched.append(self.gradients[position])
         self._wait_for_all()
+        for stream in self._unchecked:
+            stream.verify_order(self._control)
         works = [g.spread() for g in self.gradients]
         for work in works:
             if work is not None:

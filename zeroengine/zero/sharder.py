@@ -22,6 +22,7 @@ from zeroengine.offload.home import at_hand
 from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.compiled import AroundCompiled, compiled_modules, is_wrapper
+from zeroengine.zero.frozen import forget_frozen
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
 from zeroengine.zero.window import GatherWindow
@@ -113,6 +114,7 @@ class Sharder:
         self._units = gather_units(buckets, self._leaves)
         self._unit_of = {bucket.index: i for i, unit in enumerate(self._units) for bucket in unit}
         self._far = any(not b.home.in_memory for b in buckets)
+        self._live: set[int] = set()  # units that may be gathered
         self._last: tuple[str, int] | None = None  # the use before: phase and unit
         self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
@@ -143,10 +145,12 @@ class Sharder:
             return
         self._last = phase, index
         keep, fetch = self._window.visit(phase, index, lambda i: _gathered(self._units[i]))
-        for i, other in enumerate(self._units):
-            if i not in keep and _gathered(other) and not _pinned(other):
-                for b in other:
+        for i in sorted(self._live - keep):  # few: a look at every unit at every use would cost more than small layers compute
+            if not _pinned(self._units[i]):
+                self._live.discard(i)
+                for b in self._units[i]:
                     b.release()
+        self._live.update((index, *fetch))
         for b in (*unit, *(b for i in fetch for b in self._units[i])):
             b.gather()
         for b in unit:
@@ -213,6 +217,7 @@ class Sharder:
             b.placement.check_here()
         buckets = [b for b in buckets if b.policy.shard_params]
         for b in buckets:
+            self._live.add(self._unit_of[b.index])
             b.gather()
             b.pins += 1
         active: list[nn.Parameter] = []
@@ -430,6 +435,11 @@ class Sharder:
         if not self._frames and not in_backward():
             self.release_all()
 
+    def abandon(self) -> None:
+        """A forward was broken off: nothing of it goes on."""
+        while self._frames:
+            self._leave(self._frames[-1].module, (), None)
+
     def _gather_in_backward(self, bucket: Bucket, output: Any) -> None:
         """Backward of a leaf begins with its gather on every rank, also where no part of it that ran has weights to read."""
 
@@ -447,6 +457,7 @@ class Sharder:
         self._by_storage.clear()
         for bucket in self.buckets:
             bucket.detach()
+        forget_frozen(self.module.parameters())
 
 
 def _storage_of(t: Tensor) -> int:
