@@ -37,7 +37,8 @@ class AroundCompiled:
 
     def __init__(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
         self._module = module
-        self._run = run = module._compiled_call_impl
+        self._run: Any = module._compiled_call_impl
+        run = self._run
 
         def around(*args: Any, **kwargs: Any) -> Any:
             enter(module, args)
