@@ -22,7 +22,7 @@ from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mecha
 from zeroengine.engine.memory import check_memory
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
-from zeroengine.errors import ConfigError, ModelError
+from zeroengine.errors import ConfigError, ModelError, OffloadError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.moe.layer import declared_degree
@@ -84,11 +84,16 @@ def initialize(
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
-    if isinstance(model, PipelineModule):
-        return initialize_pipeline(
-            model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
-        )
-    return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    try:
+        if isinstance(model, PipelineModule):
+            return initialize_pipeline(
+                model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
+            )
+        return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    except (ConfigError, ModelError, OffloadError):  # on all ranks alike: another engine may be made in this process
+        if owns_mesh:
+            mesh.close()
+        raise
 
 
 def _initialize(
@@ -112,25 +117,30 @@ def _initialize(
     check_plain(model)
     to_device(model, mesh.fabric.device)
     layers, sequences, experts = share_layers(model, settings, mesh), None, None
+    mechanism: Mechanism | None = None
     zero_optimizer = None
     members = groups_of(mesh)
     try:
         sequences = share_sequences(model, settings, mesh, layers)
         experts = spread_experts(model, settings, mesh, members)
-        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        built = build_mechanism(model, settings, members, trains=source is not None)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
-            zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
+            zero_optimizer = attach_optimizer(built, source, groups, settings, tensor)
+        mechanism = built
+        if source is not None:
             _check_memory(model, mechanism)
+        scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
+        loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     except Exception:
+        if mechanism is not None:
+            mechanism.remove()
         for shared in (sequences, layers):
             if shared is not None:
                 shared.remove(model)
         if experts is not None:
             experts.remove()
         raise
-    scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
@@ -159,17 +169,21 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) 
             "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
         )
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
-    if shard is not None and replicate == 1:
-        ranks = shard * stages * degrees.cp * degrees.tp
-        if fabric.world_size % ranks:
-            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
-            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
-        replicate = fabric.world_size // ranks
-    return build_mesh(
-        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
-        ep=ep,
-    )  # fmt: skip
+    try:
+        if shard is not None and replicate == 1:
+            ranks = shard * stages * degrees.cp * degrees.tp
+            if fabric.world_size % ranks:
+                sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+                product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+                raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
+            replicate = fabric.world_size // ranks
+        return build_mesh(
+            fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
+            ep=ep,
+        )  # fmt: skip
+    except ConfigError:
+        fabric.close()
+        raise
 
 
 def _expert_degree(settings: Config, model: nn.Module) -> int:

@@ -93,10 +93,11 @@ def check_replicas(model: nn.Module, mechanism: Mechanism, tensor: Communicator)
     """Raises `DivergenceError` on every rank, with the names, if parameters that the ranks of `tensor` (control) all hold whole
     differ between them. Collective."""
     found: dict[str, int] = {}
-    for bucket in mechanism.buckets:
-        for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
-            if tensor_shard(bucket.params[s.index]) is None:
-                found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
+    with mechanism.exposed(write=False):
+        for bucket in mechanism.buckets:
+            for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
+                if tensor_shard(bucket.params[s.index]) is None:
+                    found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
     for name, p in model.named_parameters():
         if slot_of(p) is None and tensor_shard(p) is None and p.numel():
             found[name] = digest(p.detach().reshape(-1))

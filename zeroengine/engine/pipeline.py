@@ -280,6 +280,7 @@ def initialize_pipeline(
     """`initialize` for a pipeline. Collective over the whole job."""
     check_places(module, mesh)
     batch = resolve_batch(settings, mesh.data_parallel_size)
+    check(module.schedule_rule.build(module.num_stages, batch.accumulation, module.virtual_stages))  # before anything is changed
     source = optimizer
     if source is None and settings.optimizer is not None:
         source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, module)
@@ -296,19 +297,24 @@ def initialize_pipeline(
     ties.equalize(module)
     members = groups_of(mesh)
     experts = spread_experts(module, settings, mesh, members, stage=True)
+    mechanism: Mechanism | None = None
+    zero_optimizer = None
     try:
-        mechanism = build_stages(module, settings, members, ties, trains=source is not None)
+        built = build_stages(module, settings, members, ties, trains=source is not None)
+        if source is not None:
+            zero_optimizer = attach_optimizer(built, source, groups, settings)
+        mechanism = built
+        if zero_optimizer is not None:
+            across = AcrossStages(ties, members, comms.control)
+            zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
+        scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
+        loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     except Exception:
+        if mechanism is not None:
+            mechanism.remove()
         if experts is not None:
             experts.remove()
         raise
-    zero_optimizer = None
-    if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
-        across = AcrossStages(ties, members, comms.control)
-        zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
-    scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts)
     checked = engine.schedule(batch.accumulation)
     log_rank0(
