@@ -31,7 +31,8 @@ class Trained:
 
 
 def build(kind: str, dropout: float = 0.0) -> nn.Module:
-    """`gpt`: GPT-2 with a tied embedding of an odd number of rows. `moe`: Mixtral, one of whose experts gets no token."""
+    """`gpt`: GPT-2 with a tied embedding of an odd number of rows. `moe`: Mixtral, one of whose experts gets no token; `moe aux`: with
+    the loss of its routers."""
     import transformers as hf
 
     torch.manual_seed(7)
@@ -46,6 +47,7 @@ def build(kind: str, dropout: float = 0.0) -> nn.Module:
         hf.MixtralConfig(
             vocab_size=64, hidden_size=24, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
             num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32, sliding_window=None,
+            output_router_logits=kind == "moe aux", router_aux_loss_coef=0.5,
         )  # fmt: skip
     )
     _choose_clearly(model)

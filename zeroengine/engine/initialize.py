@@ -121,8 +121,8 @@ def _initialize(
     zero_optimizer = None
     members = groups_of(mesh)
     try:
-        sequences = share_sequences(model, settings, mesh, layers)
-        experts = spread_experts(model, settings, mesh, members)
+        sequences = share_sequences(model, settings, mesh, layers, trains=source is not None)
+        experts = spread_experts(model, settings, mesh, members, layers=layers, sequences=sequences)
         built = build_mechanism(model, settings, members, trains=source is not None)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None

@@ -26,7 +26,9 @@ from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
 
 
-def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None) -> SharedSequences | None:
+def share_sequences(
+    model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None, trains: bool = True
+) -> SharedSequences | None:
     """Makes the `cp` ranks of `mesh` share the sequences of `model`; None where cp is 1. Collective.
 
     Raises `ModelError` for a model whose attention cannot be exchanged.
@@ -44,10 +46,25 @@ def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: Tens
     name = f"zero_{section.attention}" if section.attention is not None else built or "zero_ulysses"
     if built is not None and name != built:
         raise ConfigError(f'sequence_parallel.attention is "{section.attention}", but the model was built with "{built}"; keep one')
-    group = make_group(mesh.fabric, mesh.ranks_along("cp"), ulysses_degree(name, cp, section.ulysses), section.layout == "zigzag")
+    heads = ulysses_degree(name, cp, section.ulysses)
+    if trains:
+        _check_dropout(model, cp // heads)
+    group = make_group(mesh.fabric, mesh.ranks_along("cp"), heads, section.layout == "zigzag")
     factor = mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups
     total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
     return SharedSequences(model, group, name, mesh.same_sample, mesh.control, float(factor), total)
+
+
+def _check_dropout(model: nn.Module, ring: int) -> None:
+    """No rank of a ring sees a whole row of attention probabilities."""
+    config = getattr(model, "config", None)
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        rate = getattr(config, name, None)
+        if rate and ring > 1:
+            raise ConfigError(
+                f"{name} of {type(model).__name__}'s config is {rate}: attention dropout does not work in a ring (of {ring} ranks "
+                'here); set it to 0, or use Ulysses alone (sequence_parallel.attention "ulysses")'
+            )
 
 
 def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParallel | None:

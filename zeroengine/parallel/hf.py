@@ -48,6 +48,8 @@ class SharedSequences:
         `factor`: what that reduction divides by; `total`: summed loss of logits and targets."""
         self.group = group
         self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
+        self.router_loss = False  # the model's own is made that of the whole batch
+        self._valid: Tensor | None = None  # of the running batch
         self._link = SequenceLink(group)
         self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
         self._accepted = set(inspect.signature(model.forward).parameters)
@@ -80,6 +82,7 @@ class SharedSequences:
         layout = self.group.layout(length)
         targets = self._targets(inputs.pop("labels", None))
         running = RunningBatch(layout, _documents(inputs, batch, length))
+        self._valid = self._tokens(inputs.get("attention_mask"), layout, batch)
         self._check_open(running)
         self._link.batch = running
         inputs.pop("attention_mask", None)
@@ -99,7 +102,7 @@ class SharedSequences:
                 "set mesh.cp to 1"
             )
         if targets is not None:
-            output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED))
+            output = self._with_loss(model, output, layout.shard(targets, self.group.rank, fill=IGNORED))
         if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             self._note_open(output)
         return output
@@ -138,14 +141,27 @@ class SharedSequences:
             )
         return layout.shard(value, self.group.rank)
 
-    def _with_loss(self, output: Any, targets: Tensor) -> Any:
+    def valid(self, mask: Tensor | None = None) -> Tensor | None:
+        """Which rows of the running batch, [B, local], are tokens and no padding; None: all. `mask` is what the model was
+        called with: nothing, because it was taken out."""
+        return self._valid
+
+    def _tokens(self, mask: Tensor | None, layout: SequenceLayout, batch: int) -> Tensor | None:
+        if mask is None and layout.padded == layout.length:
+            return None
+        whole = torch.ones(batch, layout.length, dtype=torch.bool) if mask is None else mask.detach() != 0
+        return layout.shard(whole, self.group.rank, fill=0)
+
+    def _with_loss(self, model: nn.Module, output: Any, targets: Tensor) -> Any:
         logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None or logits.dim() != 3:
             raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
-        if getattr(output, "aux_loss", None) is not None:
+        router = getattr(output, "aux_loss", None)
+        if router is not None and not self.router_loss:
             raise ModelError("the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False")
         count = (targets != IGNORED).sum()
-        output["loss"] = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
+        loss = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
+        output["loss"] = loss if router is None else loss + model.router_aux_loss_coef * router
         return output
 
 

@@ -77,6 +77,11 @@ class PipelinedCausalLM(PipelineModule):
         self, model: nn.Module, num_stages: int, schedule: str | ScheduleRule, virtual_stages: int | None,
         partition_method: PartitionMethod,
     ) -> None:  # fmt: skip
+        if getattr(getattr(model, "config", None), "output_router_logits", False):
+            raise ModelError(
+                f"{type(model).__name__} adds a router loss of all blocks to its own, and a stage has some of them only: it would be "
+                "left out; set output_router_logits=False in its config"
+            )
         nn.Module.__init__(self)
         self._configure(num_stages, schedule, virtual_stages, causal_lm_loss, count_targets)
         self.dropout_seed, self.activation_checkpoint_interval = None, 0
