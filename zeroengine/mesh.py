@@ -121,7 +121,8 @@ class Mesh:
     Gathering and reducing have separate streams over the same ranks, so that they need no common order.
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
     always over CPU tensors. `tensor` joins the ranks that share each layer (`tensor_control` over CPU tensors),
-    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors.
+    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors. `everyone` joins all
+    ranks, over CPU tensors.
     """
 
     degrees: Degrees
@@ -136,6 +137,11 @@ class Mesh:
     tensor_control: AnyCommunicator
     same_sample: AnyCommunicator
     experts: ExpertRanks | None = None
+    job: AnyCommunicator | None = None  # where `control` does not join all ranks
+
+    @property
+    def everyone(self) -> AnyCommunicator:
+        return self.job or self.control
 
     def coordinate(self, dim: str) -> int:
         return self.degrees.coordinates(self.rank)[dim]
@@ -188,4 +194,5 @@ def build_mesh(fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: 
         tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
         same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
         experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
+        job=fabric.communicator("everyone", control=True) if degrees.pp * degrees.tp > 1 else None,
     )

@@ -39,15 +39,32 @@ def build(kind: str, dropout: float = 0.0) -> nn.Module:
     if kind == "gpt":
         return hf.GPT2LMHeadModel(
             hf.GPT2Config(
-                vocab_size=61, n_embd=20, n_layer=4, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0,
-                bos_token_id=0, eos_token_id=0,
+                vocab_size=61,
+                n_embd=20,
+                n_layer=4,
+                n_head=4,
+                n_positions=32,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
             )  # fmt: skip
         ).train()
     model = hf.MixtralForCausalLM(
         hf.MixtralConfig(
-            vocab_size=64, hidden_size=24, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32, sliding_window=None,
-            output_router_logits=kind == "moe aux", router_aux_loss_coef=0.5,
+            vocab_size=64,
+            hidden_size=24,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=32,
+            sliding_window=None,
+            output_router_logits=kind == "moe aux",
+            router_aux_loss_coef=0.5,
         )  # fmt: skip
     )
     _choose_clearly(model)

@@ -54,8 +54,14 @@ def _experts() -> nn.Module:
 
     return hf.MixtralForCausalLM(
         hf.MixtralConfig(
-            vocab_size=64, hidden_size=24, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            num_local_experts=3, num_experts_per_tok=2,
+            vocab_size=64,
+            hidden_size=24,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=3,
+            num_experts_per_tok=2,
         )  # fmt: skip
     )
 
@@ -88,7 +94,6 @@ CASES = {
     "shard groups": Case("shard group 3 = 3 does not divide the 2 ranks", "", config={"mesh": {"dp_shard": 3}}),
     "replicas": Case("dp_replicate 2 x dp_shard 2 = 4 ranks, but the job has 2", "leave dp_shard at -1", config={
         "mesh": {"dp_replicate": 2, "dp_shard": 2}}),
-    "stages of a whole model": Case("the model has 1 pipeline stage", "PipelineModule with num_stages", config={"mesh": {"pp": 2}}),
     "other stages than the mesh": Case("mesh.pp is 4, but the model has 2", "num_stages of the same number", config={
         "mesh": {"pp": 4}}, model=_two_stages),
     "experts of a model without": Case("GPT2LMHeadModel has no layers with experts", "set mesh.ep to 1", {"experts": 2}),

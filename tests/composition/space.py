@@ -65,8 +65,6 @@ RULES = (
         "split experts on a split sequence", ("model", "tensor", "experts"),
         lambda model, tp, ep: model != "gpt" and tp == "2+sp" and ep == 1,
     ),
-    Rule("layers shared inside stages", ("tensor", "pipeline"), lambda tp, pp: tp != "1" and pp != "1"),
-    Rule("sequences shared inside stages", ("sequence", "pipeline"), lambda cp, pp: cp != "1" and pp != "1"),
     Rule("a router's loss of all stages", ("model", "pipeline"), lambda model, pp: model == "moe aux" and pp != "1"),
     Rule("too few micro-batches", ("pipeline", "accumulation"), lambda pp, count: pp == "dualpipe-v" and count < 4),
 )  # fmt: skip

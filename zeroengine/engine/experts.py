@@ -18,9 +18,12 @@ from zeroengine.moe.hf import GlobalRouterLoss, convert, is_stacked_experts, rev
 from zeroengine.moe.layer import SparseExperts, SparseLayer, sparse_layers
 from zeroengine.moe.statistics import LayerStatistics, Statistics
 from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.build import Groups, check_same
 from zeroengine.zero.held import claim
+
+Sequences = SharedSequences | StageSequences
 
 
 class ExpertParallel:
@@ -95,13 +98,13 @@ def equalize(experts: list[Experts], mesh: Mesh) -> None:
             p.data = values.view(p.shape)
 
 
-def token_batch(mesh: Mesh, layers: TensorParallel | None, sequences: SharedSequences | None) -> Batch:
+def token_batch(mesh: Mesh, layers: TensorParallel | None, sequences: Sequences | None) -> Batch:
     """Which ranks hold tokens of their own, and which of their rows are tokens. Collective."""
     if layers is not None and layers.region.splits:
         ranks = mesh.fabric.communicator("tokens", mesh.ranks_along(*DATA_DIMS, "tp"), control=True)
         return Batch(ranks, mesh.control.size, layers.region.valid, ordered=False)
     if sequences is not None:
-        return Batch(mesh.control, mesh.control.size, sequences.valid)
+        return Batch(mesh.control, mesh.control.size, sequences.link.valid)
     return Batch.over(mesh.control)
 
 
@@ -120,7 +123,7 @@ def expert_group(settings: Config, mesh: Mesh, batch: Batch) -> ExpertGroup:
 
 def spread_experts(
     model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False, layers: TensorParallel | None = None,
-    sequences: SharedSequences | None = None,
+    sequences: Sequences | None = None,
 ) -> ExpertParallel | None:  # fmt: skip
     """Spreads the experts of `model` over the `ep` ranks of `mesh`, and lets its routers see the global batch; None where it
     has none. Collective. Raises `ModelError` for a model without experts where ranks should share them (a `stage` of a pipeline
@@ -137,7 +140,7 @@ def spread_experts(
     if shared:
         check_same(model, groups)
     made = ExpertParallel(model, mesh, expert_group(settings, mesh, token_batch(mesh, layers, sequences)), settings.moe.bias_speed)
-    if sequences is not None:
+    if isinstance(sequences, SharedSequences):
         sequences.router_loss = made.router_loss is not None
     if made.layers:
         total = ", ".join(sorted({str(layer.held.num_experts) for layer in made.layers.values()}))

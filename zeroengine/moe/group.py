@@ -34,7 +34,8 @@ class Batch:
     """The tokens of the global batch. `ranks`: control over all ranks that hold tokens of their own, among which gradients are
     averaged, but for ranks that split a sequence inside a tensor group, whose gradients are added: `averaged` is how many remain
     without these. `valid`: from a mask of the tokens that the model was given (None: all are) to that of the rows that this
-    rank's layers see; None where all rows are tokens. `ordered`: rows are those of whole samples, in the order of ranks."""
+    rank's layers see, of every sample or of one for all; None where all rows are tokens. `ordered`: rows are those of whole
+    samples, in the order of ranks."""
 
     ranks: Communicator
     averaged: int
@@ -45,10 +46,18 @@ class Batch:
     def over(ranks: Communicator) -> Batch:
         return Batch(ranks, ranks.size)
 
+    def valid_rows(self, mask: Tensor | None, count: int) -> Tensor | None:
+        """Which of `count` rows of this rank's layers are tokens, [count]; None: all. See `valid`."""
+        valid = self.valid(mask)
+        if valid is None:
+            return None
+        flat = valid.reshape(-1)
+        return flat.repeat(count // flat.numel())  # of one sample for all of them
+
     def tokens(self, rows: Tensor) -> Tensor:
         """`rows` [T, ...] without those of padding."""
-        valid = self.valid(None)
-        return rows if valid is None else rows[valid.reshape(-1).to(rows.device)]
+        valid = self.valid_rows(None, rows.shape[0])
+        return rows if valid is None else rows[valid.to(rows.device)]
 
 
 @dataclass(frozen=True)

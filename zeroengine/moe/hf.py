@@ -182,7 +182,7 @@ class GlobalRouterLoss:
             if isinstance(output, tuple) and (kwargs.get("output_router_logits") or model.config.output_router_logits):
                 raise ModelError("a router loss over several ranks needs the model's output as an object: leave out return_dict=False")
             return
-        loss = self._global(model, logits, self._batch.valid(kwargs.get("attention_mask")))
+        loss = self._global(model, logits, self._batch.valid_rows(kwargs.get("attention_mask"), logits[0].shape[0]))
         if getattr(output, "loss", None) is not None:
             output.loss = output.loss + model.router_aux_loss_coef * (loss - before).to(output.loss.device)
         output.aux_loss = loss
@@ -195,7 +195,7 @@ class GlobalRouterLoss:
         rows = torch.zeros(1, device=logits[0].device)
         for layer in logits:
             shares = layer.float().softmax(-1)
-            weight = shares.new_ones(shares.shape[0]) if mask is None else mask.reshape(-1).to(shares)
+            weight = shares.new_ones(shares.shape[0]) if mask is None else mask.to(shares)
             chosen = shares.detach().topk(k, -1)[1].reshape(-1)
             load = load.scatter_add(0, chosen, weight.repeat_interleave(k))
             mass = mass + (shares * weight[:, None]).sum(0)

@@ -117,7 +117,6 @@ class Region:
     comm: Communicator
     splits: bool = False
     length: int = 0  # tokens before padding, of the running forward
-    samples: int = 0
 
     def enter(self, x: Tensor, subject: str) -> Tensor:
         if not self.splits:
@@ -136,16 +135,16 @@ class Region:
 
     def split(self, x: Tensor, subject: str) -> Tensor:
         """Where the sequence begins to be split: [B, S, D] that all ranks hold -> [B, S/N, D]."""
-        self.samples, self.length = x.shape[:2]
+        self.length = x.shape[1]
         out: Tensor = _SliceGather.apply(self._pad(x), self.comm, 1, subject)
         return out
 
     def valid(self, mask: Tensor | None) -> Tensor | None:
-        """Of `mask` [B, S] (None: all are tokens) this rank's slice, [B, S/N]; None if all rows are tokens."""
+        """Of `mask` [B, S] (None: all are tokens) this rank's slice, [B or 1, S/N]; None if all rows are tokens."""
         missing = -self.length % self.comm.size
         if mask is None and not missing:
             return None
-        whole = torch.ones(self.samples, self.length, dtype=torch.bool) if mask is None else mask != 0
+        whole = torch.ones(1, self.length, dtype=torch.bool) if mask is None else mask != 0
         return F.pad(whole, (0, missing)).chunk(self.comm.size, 1)[self.comm.rank]
 
     def join(self, x: Tensor, subject: str) -> Tensor:
