@@ -83,6 +83,7 @@ class Config(Section):
     zero_optimization: ZeroSection = key(None, "Sharding.", factory=ZeroSection)
     mesh: MeshSection = key(None, "Degrees of parallelism.", ours=True, factory=MeshSection)
     moe: MoeSection = key(None, "Mixture of experts.", ours=True, factory=MoeSection)
+    sequence_parallel_size: Count = key(1, "Another form of `mesh.cp`.")
     tensor_parallel: TensorParallelSection = key(None, "Another form of `mesh.tp`.", factory=TensorParallelSection)
     sequence_parallel: SequenceParallelSection = key(
         None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection

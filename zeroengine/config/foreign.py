@@ -132,10 +132,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _refused("expert_parallel", "Experts found and split automatically.", "write `mesh.ep`"),
     _refused("pipeline", "Settings of the pipeline.", "write `mesh.pp`", asks=always),
     _refused(
-        "sequence_parallel_size", "Ranks that share one sequence.", "write `mesh.cp`", "",
-        other_than(1, 0, None),
-    ),
-    _refused(
         "managed_gradient_accumulation", "False leaves accumulation to the script.",
         "leave it true and set `gradient_accumulation_steps` to 1 to step after every backward", "", other_than(True),
     ),

@@ -78,18 +78,20 @@ class Bf16Section(Section):
     bf16_optimizer_states: Flag = refused(False, "Moments in bf16.", _MASTERS)
 
 
-_NO_REGION = "the engine does not enter autocast by itself"
-
-
 class TorchAutocastSection(Section):
-    """`torch.autocast` around the forward."""
+    """`torch.autocast` around the forward: weights stay in the type of the model."""
 
-    enabled: Flag = refused(
-        False, "Run the forward under `torch.autocast`.",
-        "the engine does not enter autocast by itself; wrap the forward in `torch.autocast`, or use `bf16` or `fp16`",
+    enabled: Flag = key(False, "Run the forward under `torch.autocast`.")
+    dtype: DtypeName = key("bf16", "Type of the autocast region: bf16.")
+    lower_precision_safe_modules: Strings | None = refused(
+        None, "Modules that run in the lower type.", "torch's own lists say which operations do; remove the key", present,
     )  # fmt: skip
-    dtype: DtypeName = ignored("bf16", "Type of the autocast region.", _NO_REGION, asks=never)
-    lower_precision_safe_modules: Strings | None = ignored(None, "Modules that run in the lower type.", _NO_REGION, asks=never)
+
+    @model_validator(mode="after")
+    def _needs_no_loss_scale(self) -> TorchAutocastSection:
+        if self.enabled and self.dtype == "fp16":
+            raise ValueError("autocast in fp16 would need a loss scale; set `torch_autocast.dtype` to bf16, or train with `fp16`")
+        return self
 
 
 class DataTypesSection(Section):
@@ -104,11 +106,9 @@ class DataTypesSection(Section):
         "Type of the buffers.",
         "buffers follow the weights, except rotary frequencies and what a module names in `fp32_buffers`; remove the key",
     )
-    keep_in_fp32_modules: Strings | None = refused(
-        None, "Names of modules whose buffers stay in fp32.",
-        "floating-point buffers follow the weights, except rotary frequencies; keep such a module's buffers in fp32 in "
-        "the model's own code, and remove the key", present,
-    )  # fmt: skip
+    keep_in_fp32_modules: Strings | None = key(
+        None, "Modules whose parameters and buffers stay in fp32 in 16-bit training: a part of the path, or the whole with *."
+    )
 
 
 class ActivationCheckpointingSection(Section):

@@ -74,7 +74,7 @@ class ZeroSection(Section):
     bucket_size: PositiveInteger | None = key(
         None, "Elements of a bucket; null lets the engine choose, at most `reduce_bucket_size`.", ours=True
     )
-    reduce_bucket_size: PositiveInteger = key(5 * 10**8, "Upper bound on the elements of a bucket.")
+    reduce_bucket_size: Count = key(5 * 10**8, "Upper bound on the elements of a bucket; 0: one parameter each.")
     overlap_comm: Flag | None = ignored(
         None, "Communicate while computing.", "communication always overlaps where it can; the result is the same",
         asks=other_than(True, None),

@@ -16,14 +16,15 @@ from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.experts import ExpertParallel
-from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.loops import LoopMethods, TokenByToken
+from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype
 from zeroengine.engine.names import ScriptMethods
 from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.parking import OffloadMethods
 from zeroengine.engine.phases import PhaseTimes
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_once, log_rank0, logger
+from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh
 from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
@@ -35,7 +36,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods, LoopMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -80,8 +81,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         self._boundary: bool | None = None  # set by the user, else counted
         self._syncs = True
         self._step_ended = False
+        self._hint = TokenByToken(config.zero_optimization.stage == 3)
         self._times = PhaseTimes(config.wall_clock_breakdown, self.device)
-        self._last_loss: Tensor | None = None
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
         self._destroyed = False
         self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
@@ -92,13 +93,14 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With 16-bit weights, fp32 tensors among the arguments are cast to their type."""
         dtype = compute_dtype(self.settings)
+        self._hint.look((args, kwargs))
         if dtype is not None:
 
             def cast(x: Any) -> Any:
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        with self._times.phase("forward"):
+        with self._times.phase("forward"), autocast(self.settings, self.device):
             try:
                 if isinstance(self.sequences, SharedSequences):
                     return self.sequences.run(self.module, args, kwargs)
@@ -129,9 +131,16 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         reducer.scale = 1.0 / self.batch.accumulation
         reducer.synchronize = self._syncs and self.is_gradient_accumulation_boundary()
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | float | Tensor | None = None
+    ) -> Tensor:
         """Adds the gradients of `loss` (a scalar) / accumulation steps; `scale_wrt_gas=False` says that the loss has been
-        divided already. Applies the loss scale of fp16. Reduces while it runs. Returns `loss`."""
+        divided already. Applies the loss scale of fp16. Reduces while it runs. Returns `loss`.
+
+        With `tokens` the loss is a sum over that many tokens (or whatever it counts; 0 or more), and the step takes the mean over
+        all tokens of all its micro-batches and ranks, as one process would on the whole batch. Then every micro-batch of the step,
+        on every rank, says its number; gradients that are read before the step are not divided by the tokens yet.
+        """
         optimizer = self._need_optimizer("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -143,8 +152,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             )
         self._prepare_backward()
         reducer, scale = self.mechanism.reducer, optimizer.scaler.scale
-        self._last_loss = loss.detach()
-        reducer.scale = (1.0 / self.batch.accumulation if scale_wrt_gas else 1.0) / scale
+        divided = not scale_wrt_gas
+        if tokens is not None or optimizer.tokens is not None:
+            self._count_tokens(optimizer, tokens)
+            divided = True
+        optimizer.losses.append(loss.detach())
+        reducer.scale = (1.0 if divided else 1.0 / self.batch.accumulation) / scale
         reducer.mark_backward()
         reducer.guided = True
         try:
@@ -155,6 +168,17 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             reducer.scale = 1.0 / self.batch.accumulation
         self.mechanism.sharder.end_backward()
         return loss
+
+    def _count_tokens(self, optimizer: ZeroOptimizer, tokens: int | float | Tensor | None) -> None:
+        """Adds to the tokens of the step. Refuses what would be neither a mean of means nor a mean over tokens."""
+        if tokens is None or (optimizer.tokens is None and self.mechanism.reducer.unfinished):
+            raise ValueError("engine.backward: some micro-batches of this step give tokens=... and some do not; give it to all of them")
+        if self.sequences is not None:
+            raise ValueError("engine.backward(tokens=...): the loss over a shared sequence (mesh.cp) is a mean over all tokens already")
+        count = float(tokens)
+        if not 0 <= count < math.inf:
+            raise ValueError(f"engine.backward: tokens is {count}; it is the number that the loss is a sum over, 0 or more")
+        optimizer.tokens = (optimizer.tokens or 0.0) + count
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the last one of a step clips, updates, and moves the schedule on."""
@@ -179,8 +203,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             self.experts.after_step()
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
-            logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
         self._prepare_backward()
         every = self.settings.tensor_parallel.check_replicas_every
         if every and self.global_steps % every == 0:
@@ -257,6 +279,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step so far. Collective if there are any."""
+        if self.optimizer is not None:
+            self.optimizer.forget_losses()
         self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
 

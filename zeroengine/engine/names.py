@@ -154,8 +154,8 @@ class ScriptMethods:
             raise ConfigError("engine.compile takes a backend and compile_kwargs; it has no schedule and no compiled autograd")
         if self.zero_optimization_partition_weights():
             raise ConfigError(
-                "engine.compile at stage 3: torch.compile reads parameters while it traces, and they are sharded away then; compile "
-                "functions that take no parameters (an attention, a loss), or use stage 2"
+                "engine.compile at stage 3 would gather the whole model at once; compile its blocks, before or after "
+                "zeroengine.initialize: `for block in model.layers: block.compile()`, or use stage 2"
             )
         options = dict(compile_kwargs or {})
         self.module.compile(backend=options.pop("backend", backend), **options)

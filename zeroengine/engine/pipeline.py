@@ -85,7 +85,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         feed = self._deal(data_iter, self.batch.accumulation)
         self._weigh(self.batch.accumulation, optimizer.scaler.scale)
         loss = self._pass(checked, feed)
-        self._last_loss = loss
+        optimizer.losses.append(loss)
         self.micro_steps += self.batch.accumulation - 1
         super().step()
         return loss

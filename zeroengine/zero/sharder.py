@@ -8,7 +8,7 @@ by gathering the bucket again. What may be released is decided at the next use o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from zeroengine.errors import ModelError, ReleasedParameterError
 from zeroengine.offload.home import at_hand
 from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
+from zeroengine.zero.compiled import AroundCompiled, compiled_modules, is_wrapper
 from zeroengine.zero.frozen import forget_frozen
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
@@ -118,6 +119,7 @@ class Sharder:
         self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
+        self._compiled: frozenset[nn.Module] = frozenset()
         self._backward_running = False
         self.optimizer: Any = None  # what updates the buckets, for those who come from a parameter
         self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
@@ -333,21 +335,54 @@ class Sharder:
 
     def _install(self) -> None:
         holders = self._holders()
+        self._compiled = compiled = self._check_compiled()
+        inside = {m for c in compiled for m in c.modules() if m is not c}
         for module in self.module.modules():
-            unit = _Unit([], [])
-            for p in module._parameters.values():
-                slot = slot_of(p) if p is not None else None
-                if p is not None and slot is not None and slot.bucket.policy.shard_params:
-                    unit.params.append(p)
-                    if slot.bucket not in unit.buckets:
-                        unit.buckets.append(slot.bucket)
+            if module in inside:
+                continue
+            unit = self._unit_for(module.parameters() if module in compiled else module._parameters.values())
             if module in holders:
                 unit.leaf = holders[module]
                 members = self._units[self._unit_of[unit.leaf.index]]
                 unit.buckets += [b for b in members if b not in unit.buckets]
-            if unit.buckets or module is self.module:
-                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
-                self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
+            if not unit.buckets and module is not self.module:
+                continue
+            if module in compiled and not is_wrapper(module):
+                self._handles.append(AroundCompiled(module, self._enter(unit), self._leave))
+                continue
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
+            self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
+
+    def _unit_for(self, params: Iterable[nn.Parameter | None]) -> _Unit:
+        unit = _Unit([], [])
+        for p in params:
+            slot = slot_of(p) if p is not None else None
+            if p is not None and slot is not None and slot.bucket.policy.shard_params:
+                unit.params.append(p)
+                if slot.bucket not in unit.buckets:
+                    unit.buckets.append(slot.bucket)
+        return unit
+
+    def _check_compiled(self) -> frozenset[nn.Module]:
+        """The modules that run compiled. Raises `ModelError` for the model as a whole."""
+        found = frozenset(compiled_modules(self.module))
+        if self.module in found:
+            raise ModelError(
+                "the whole model is compiled, and at stage 3 that would gather all of it at once; compile its blocks instead, for "
+                "example `for block in model.layers: block.compile()`, or use stage 2"
+            )
+        return found
+
+    def _follow_compilation(self) -> None:
+        """Blocks may be compiled, or not any more, between two passes."""
+        if self._compiled != frozenset(compiled_modules(self.module)):
+            self._uninstall()
+            self._install()
+
+    def _uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _holders(self) -> dict[nn.Module, Bucket]:
         """For each leaf the module that gathers it when it runs and keeps it until it is done, whichever parts run: the leaf,
@@ -364,6 +399,7 @@ class Sharder:
     def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
+                self._follow_compilation()
                 self._backward_running = False
                 self._last = None
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
@@ -417,9 +453,7 @@ class Sharder:
 
     def remove(self) -> None:
         """Takes all hooks off and gives the parameters their own memory. Collective if values are sharded."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._uninstall()
         self._by_storage.clear()
         for bucket in self.buckets:
             bucket.detach()

@@ -48,6 +48,7 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
         "__version__": (VERSION,),
         "version": (VERSION,),
         "initialize": f"{_CALLS}:initialize",
+        "tp_model_init": f"{_CALLS}:tp_model_init",
         "init_distributed": f"{_HERE}.startup:init_distributed",
         "add_config_arguments": "zeroengine.engine.initialize:add_config_arguments",
         "DeepSpeedConfig": f"{_CALLS}:DeepSpeedConfig",
@@ -195,7 +196,6 @@ REFUSED_CALLS: Mapping[str, str] = {
     "deepspeed.DeepSpeedTransformerConfig": _KERNEL,
     "deepspeed.replace_transformer_layer": _KERNEL,
     "deepspeed.revert_transformer_layer": _KERNEL,
-    "deepspeed.tp_model_init": "tensor parallelism is asked for in the configuration (`mesh.tp`), not by a call",
 }
 REFUSED_MODULES: Mapping[str, str] = {
     "deepspeed.inference": _INFERENCE,
