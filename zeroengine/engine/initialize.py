@@ -20,6 +20,7 @@ from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
 from zeroengine.engine.memory import check_memory
+from zeroengine.engine.observers import observe
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline import initialize_pipeline
 from zeroengine.errors import ConfigError, ModelError
@@ -84,11 +85,19 @@ def initialize(
     owns_mesh = mesh is None
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
+    made: tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]
     if isinstance(model, PipelineModule):
-        return initialize_pipeline(
+        made = initialize_pipeline(
             model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
         )
-    return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    else:
+        made = _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    try:
+        observe(made[0])
+    except ConfigError:  # on all ranks alike
+        made[0].destroy()
+        raise
+    return made
 
 
 def _initialize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
+from zeroengine.comm.texts import exchange_texts
 from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine
@@ -20,8 +24,11 @@ from zeroengine.engine.pipeline_weights import PipelineWeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
+from zeroengine.moe.statistics import LayerStatistics
+from zeroengine.monitor.observer import Watch
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.pipeline.actions import Action, Kind
 from zeroengine.pipeline.checks import Checked, check
 from zeroengine.pipeline.executor import Executor, Run
 from zeroengine.pipeline.module import PipelineModule, zero_of
@@ -61,7 +68,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             comms.stream,
             comms.extra,
             self.device,
-            _Hooks(module, mechanism),
+            _Hooks(module, mechanism, self.watch),
         )
         first, last = module.placement[0], module.placement[-1]
         self._holds_first, self._holds_last = module.stage_rank == first, module.stage_rank == last
@@ -84,6 +91,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._weigh(self.batch.accumulation, optimizer.scaler.scale)
         loss = self._pass(checked, feed)
         self._last_loss = loss
+        self.watch.add_loss(loss, 1.0)
         self.micro_steps += self.batch.accumulation - 1
         super().step()
         return loss
@@ -219,6 +227,15 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._comms.control.broadcast(mean, self.module.placement[-1], "loss").wait()
         return mean[0].float().to(self.device)
 
+    def _all_expert_statistics(self) -> Mapping[str, LayerStatistics]:
+        """Of all stages."""
+        mine = {name: dataclasses.asdict(layer) for name, layer in self.expert_statistics().items()}
+        found: dict[str, LayerStatistics] = {}
+        for text in exchange_texts(self._comms.control, json.dumps(mine), "statistics of the experts"):
+            for name, values in json.loads(text).items():
+                found[name] = LayerStatistics(**{**values, "load": tuple(values["load"])})
+        return found
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Stages run many times in a step: the schedule says when a micro-batch ends."""
 
@@ -241,8 +258,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 class _Hooks:
     """Sharded weights and reductions around the computations of a stage."""
 
-    def __init__(self, module: PipelineModule, mechanism: Mechanism) -> None:
-        self._mechanism = mechanism
+    def __init__(self, module: PipelineModule, mechanism: Mechanism, watch: Watch) -> None:
+        self._mechanism, self._watch = mechanism, watch
         self._first: dict[str, Bucket] = {}
         for bucket in mechanism.buckets:
             if bucket.policy.shard_params:
@@ -260,6 +277,10 @@ class _Hooks:
         self._mechanism.sharder.end_backward()
         if weights:
             self._reducers.after_gradients(f"stage {stage}")
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        name = "forward" if action.kind is Kind.FORWARD else "backward"
+        return self._watch.phase(name, f"of stage {action.stage}, micro-batch {action.micro}")
 
     @property
     def _reducers(self) -> StageReducers:

@@ -110,13 +110,15 @@ class Reducer:
 
     def _wait_for_oldest(self) -> None:
         """Bounds the memory of buffers in flight, unless a peer needs us to go on first."""
-        oldest, until = self._launched[0], time.monotonic() + _PATIENCE
+        oldest, start = self._launched[0], time.monotonic()
         while not oldest.done():
-            if time.monotonic() > until:
+            if time.monotonic() > start + _PATIENCE:
                 self._patient = False
-                return
+                break
             time.sleep(_POLL)
-        self._launched.pop(0).wait()
+        oldest.polled(time.monotonic() - start)
+        if self._patient:
+            self._launched.pop(0).wait()
 
     # --- at the end of a micro-batch and of a step ------------------------------------------------------------------
 
