@@ -13,7 +13,7 @@ from zeroengine.checkpoint import Ranks
 from zeroengine.config import Config
 from zeroengine.engine import report
 from zeroengine.engine.reporting import ReportMethods
-from zeroengine.errors import ConfigError, ReportMethodsError
+from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.monitor.comms import CommsLogger
 from zeroengine.monitor.exhausted import Layout, explain, is_exhaustion
 from zeroengine.monitor.flops import FlopsProfiler
@@ -83,7 +83,7 @@ def _together(doing: str, work: Callable[[], T]) -> T:
     def attempt() -> str | None:
         try:
             made.append(work())
-        except (ReportMethodsError, OSError) as error:
+        except (ZeroEngineError, OSError) as error:
             return str(error)
         return None
 

@@ -90,7 +90,7 @@ class CommsLogger(Observer):
             speed = r.bandwidth
             cells = [
                 r.stream, r.dims, str(r.ranks), r.kind, in_bytes(r.sent), str(r.count), in_bytes(r.sent * r.count),
-                f"{1e3 * r.moving:.2f}" if r.timed else "-", "-" if speed is None else f"{speed / _GB:.2f}", f"{1e3 * r.waiting:.2f}",
+                f"{1e3 * r.moving:.2f}" if r.timed else "-", "-" if speed is None else f"{speed / _GB:.3g}", f"{1e3 * r.waiting:.2f}",
             ]  # fmt: skip
             if show_straggler:
                 cells.append(f"{1e3 * (r.waiting - least[r.key]):.2f}")

@@ -87,11 +87,11 @@ def _traffic(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
     rows = []
     for key in sorted({*predicted, *measured}, key=lambda k: -_mean([sent for sent, _ in measured.get(k, [])])):
         stream, operation = key
-        moved = measured.get(key, [])
+        sums = measured.get(key, [])
         rows.append({
             "dims": dims.get(stream, "-"), "stream": stream, "operation": operation,
-            "predicted": _mean(predicted[key]) if key in predicted else None, "measured": _mean([sent for sent, _ in moved]),
-            "calls": _mean([calls for _, calls in moved]),
+            "predicted": _mean(predicted[key]) if key in predicted else None, "measured": _mean([sent for sent, _ in sums]),
+            "calls": _mean([calls for _, calls in sums]),
             "exposed": waits.get(stream) if kinds.get(stream) == 1 else None,
         })  # fmt: skip
     return rows

@@ -97,8 +97,9 @@ def _experts(records: Sequence[RankRecord]) -> dict[str, Any] | None:
     for r in records:
         for step in reversed(r.steps):
             if step.get("experts"):
-                layers = [{"layer": name, "load": layer["load"]} for name, layer in step["experts"].items()]
-                return {"step": step["number"], "layers": layers, "y_ticks": ticks(0.0, max(max(x["load"]) for x in layers))}
+                loads: dict[str, list[int]] = {name: layer["load"] for name, layer in step["experts"].items()}
+                layers = [{"layer": name, "load": load} for name, load in loads.items()]
+                return {"step": step["number"], "layers": layers, "y_ticks": ticks(0.0, max(map(max, loads.values())))}
     return None
 
 
