@@ -34,7 +34,7 @@ def test_every_plot_is_drawn_and_says_what_the_figures_say(ranks: list[dict[str,
     for got in ranks:
         assert not faults(got["page"], got["report"])
     page, plots = Page(ranks[0]["page"]), ranks[0]["report"]["plots"]
-    assert set(page.shapes) == set(PLOTS) == set(plots)
+    assert set(page.shapes) == {*PLOTS, "resident"} and set(plots) == set(PLOTS)
     assert page.shapes["timeline"]["rect"] == sum(len(row["spans"]) for row in plots["timeline"]["rows"])
     assert page.shapes["memory"]["polygon"] == len(plots["memory"]["kinds"]) and page.shapes["loss"]["polyline"] == 1
     assert page.shapes["experts"]["rect"] == sum(len(layer["load"]) for layer in plots["experts"]["layers"])

@@ -35,8 +35,9 @@ def test_ticks_enclose_what_is_drawn(low: float, high: float) -> None:
 
 
 def test_ticks_of_bytes_are_powers_of_two_apart() -> None:
-    assert byte_ticks(5 * 2**20) == [0.0, 2.0**20, 2.0**21, 3 * 2.0**20, 2.0**22, 5 * 2.0**20]
-    assert byte_ticks(0) == [0.0, 0.25]
+    assert byte_ticks(0, 5 * 2**20) == [0.0, 2.0**20, 2.0**21, 3 * 2.0**20, 2.0**22, 5 * 2.0**20]
+    assert byte_ticks(0, 0) == [0.0, 0.25]
+    assert byte_ticks(5 * 2**20, 6 * 2**20, 4) == [(20 + i) * 2.0**18 for i in range(5)]
 
 
 def test_a_line_of_many_points_keeps_its_ends() -> None:

@@ -107,7 +107,7 @@ def _time(records: Sequence[RankRecord]) -> dict[str, Any]:
         if name in mean
     ]
     by_rank = [{"rank": r.rank, "seconds": [s[name] for name in PHASES]} for r, s in zip(records, splits, strict=True) if s]
-    return {"step": wall if mean else None, "phases": phases, "by_rank": by_rank, "left_out": _WARM}
+    return {"step": wall if mean else None, "phases": phases, "by_rank": by_rank}
 
 
 def _experts(records: Sequence[RankRecord]) -> list[dict[str, Any]]:

@@ -44,6 +44,8 @@ def events_of(step: Step, times: StepTimes | None) -> list[Event]:
 class Monitors(Observer):
     """Writes the events of every step to all sinks; there are sinks on rank 0 only. Also `engine.monitor`."""
 
+    asks_loss = True
+
     def __init__(self, sinks: Sequence[Sink], clock: StepClock | None) -> None:
         self.sinks = sinks
         self._clock = clock

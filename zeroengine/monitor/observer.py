@@ -55,11 +55,12 @@ class Observer(Listener):
     called in the same order: `step_ended` may take part in collectives, the others may not.
 
     `listens`: also of the communicators' operations. `measures`: times must be those of the device, which is waited for at both
-    ends of a phase where it runs behind the host.
+    ends of a phase where it runs behind the host. `asks_loss`: reads `Step.loss`.
     """
 
     listens = False
     measures = False
+    asks_loss = False
 
     def phase_begins(self, name: str, detail: str, now: float) -> None:
         """`detail` tells phases of one name apart (a stage and a micro-batch of a pipeline). `now`: of time.perf_counter."""
@@ -83,7 +84,7 @@ class Watch:
         self.running: str | None = None
         self._fabric = fabric
         self._explain = explain
-        self._waits = False
+        self._waits = self._adds = False
         self._loss: torch.Tensor | None = None
 
     def add(self, observer: Observer) -> None:
@@ -110,7 +111,7 @@ class Watch:
 
     def add_loss(self, loss: torch.Tensor, share: float) -> None:
         """A micro-batch had this loss, which counts `share` in the step's."""
-        if self.observers:
+        if self._adds:
             part = loss.detach().float() * share
             self._loss = part if self._loss is None else self._loss + part
 
@@ -139,6 +140,7 @@ class Watch:
 
     def _changed(self) -> None:
         self._waits = self._fabric.device.type != "cpu" and any(o.measures for o in self.observers)
+        self._adds = any(o.asks_loss for o in self.observers)
 
     def _now(self) -> float:
         if self._waits:

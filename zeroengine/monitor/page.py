@@ -21,6 +21,7 @@ SHOWN: Mapping[str, Callable[[Any], str]] = {
     "share": lambda value: f"{100 * value:.1f} %",
     "factor": lambda value: f"{value:.3g} x",
     "number": lambda value: f"{value:.6g}",
+    "mean": lambda value: f"{value:.4g}",
     "text": str,
 }
 """How `data-as` shows a value."""
@@ -110,10 +111,10 @@ def _memory(read: Reader, document: Mapping[str, Any]) -> str:
     if plot is not None:
         parts.append(
             f"<h2>Memory over a step</h2><p>Step {read.show('plots.memory.step', 'number')} of rank "
-            f"{read.show('plots.memory.rank', 'number')}: kinds on top of each other, and all that the process held.</p>"
+            f"{read.show('plots.memory.rank', 'number')}: kinds on top of each other.</p>"
         )
         names = [read.show(f"plots.memory.kinds.{i}.kind") for i in range(len(plot["kinds"]))]
-        parts.append(_keys([*((_COLOURS[i % 8], name) for i, name in enumerate(names)), ("#1f2430", "resident")]))
+        parts.append(_keys([(_COLOURS[i % 8], name) for i, name in enumerate(names)]))
         draw = Drawing("memory", read, 240, plot["x_ticks"], plot["y_ticks"])
         draw.axes("plots.memory.x_ticks", "seconds", "plots.memory.y_ticks", "bytes")
         below = [0.0] * len(plot["x"])
@@ -121,6 +122,10 @@ def _memory(read: Reader, document: Mapping[str, Any]) -> str:
             above = [b + size for b, size in zip(below, series["bytes"], strict=True)]
             draw.band(plot["x"], below, above, _COLOURS[i % 8])
             below = above
+        parts.append(draw.text())
+        parts.append("<p>All that the process held meanwhile, activations and libraries included.</p>")
+        draw = Drawing("resident", read, 150, plot["x_ticks"], plot["resident_ticks"])
+        draw.axes("plots.memory.x_ticks", "seconds", "plots.memory.resident_ticks", "bytes")
         draw.line(plot["x"], plot["resident"], "#1f2430")
         parts.append(draw.text())
     return "\n".join(parts)
@@ -137,8 +142,8 @@ def _time(read: Reader, document: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     head = [("phase", False), ("predicted", True), ("measured", True), ("share", True)]
     parts = [
-        f"<h2>Time by phase</h2><p>A step takes {read.show('time.step', 'seconds')}: the mean over ranks and steps, without the first "
-        f"{read.show('time.left_out', 'number')}. Idle is waiting for a pipeline's neighbours, and time outside of the engine.</p>",
+        f"<h2>Time by phase</h2><p>A step takes {read.show('time.step', 'seconds')}: the mean over ranks and over all steps but "
+        f"the first. Idle is waiting for a pipeline's neighbours, and time outside of the engine.</p>",
         _table(head, rows),
     ]
     if "exposed" in plots:
@@ -187,7 +192,7 @@ def _traffic(read: Reader, document: Mapping[str, Any]) -> str:
         at = f"traffic.{i}"
         rows.append(
             read.cell(f"{at}.dims") + read.cell(f"{at}.stream") + read.cell(f"{at}.operation") + read.cell(f"{at}.predicted", "bytes")
-            + read.cell(f"{at}.measured", "bytes") + read.cell(f"{at}.calls", "number") + read.cell(f"{at}.exposed", "seconds")
+            + read.cell(f"{at}.measured", "bytes") + read.cell(f"{at}.calls", "mean") + read.cell(f"{at}.exposed", "seconds")
         )  # fmt: skip
     head = [("dimension", False), ("stream", False), ("operation", False), ("predicted", True), ("measured", True)]
     head += [("operations", True), ("waited", True)]

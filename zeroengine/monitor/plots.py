@@ -34,10 +34,11 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
 
 
-def byte_ticks(high: float, most: int = 6) -> list[float]:
-    """The same in powers of two, from 0."""
-    step = 2.0 ** math.ceil(math.log2(max(high, 1.0) / most))
-    return [i * step for i in range(math.ceil(high / step) + 1)]
+def byte_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """The same, a power of two apart."""
+    step = 2.0 ** math.ceil(math.log2(max(high - low, high / 64, 1.0) / most))
+    first = math.floor(low / step)
+    return [i * step for i in range(first, max(math.ceil(high / step), first + 1) + 1)]
 
 
 def thinned(points: Sequence[Any]) -> list[Any]:
@@ -57,12 +58,12 @@ def _memory(records: Sequence[RankRecord]) -> dict[str, Any] | None:
     samples = thinned(line["memory"])
     start = samples[0][0]
     kinds = list(dict.fromkeys(kind for _, _, found in samples for kind, size in found.items() if size and kind != "disk"))
-    series = [{"kind": kind, "bytes": [found.get(kind, 0) for _, _, found in samples]} for kind in kinds]
-    most = max(max(held, sum(found.values())) for _, held, found in samples)
-    x = [t - start for t, _, _ in samples]
+    stacked: list[dict[str, Any]] = [{"kind": kind, "bytes": [found.get(kind, 0) for _, _, found in samples]} for kind in kinds]
+    most = max(sum(series["bytes"][i] for series in stacked) for i in range(len(samples)))
+    held, x = [held for _, held, _ in samples], [t - start for t, _, _ in samples]
     return {
-        "rank": fullest.rank, "step": line["number"], "x": x, "kinds": series, "resident": [held for _, held, _ in samples],
-        "x_ticks": ticks(0.0, x[-1]), "y_ticks": byte_ticks(most),
+        "rank": fullest.rank, "step": line["number"], "x": x, "kinds": stacked, "resident": held,
+        "x_ticks": ticks(0.0, x[-1]), "y_ticks": byte_ticks(0, most), "resident_ticks": byte_ticks(min(held), max(held), 4),
     }  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class Recorder(Observer):
 
     listens = True
     measures = True
+    asks_loss = True
 
     def __init__(self, folder: Path, engine: Subject, fabric: Fabric, clock: StepClock, timeline_step: int, loss_every: int) -> None:
         self._engine, self._fabric, self._clock = engine, fabric, clock
