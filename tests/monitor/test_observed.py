@@ -13,9 +13,10 @@ import pytest
 from tests.monitor.jobs import ACCUMULATION, STEPS, observed
 from tests.monitor.page_check import faults, value_at
 from tests.ranks import run_ranks
+from zeroengine.errors import ConfigError
 from zeroengine.monitor.command import run as report_command
 from zeroengine.monitor.document import assemble
-from zeroengine.monitor.record import RankRecord, read_run
+from zeroengine.monitor.record import RankRecord, read_plan, read_run
 
 STAGES = ("0", "1", "2", "3")
 pytestmark = pytest.mark.ranks
@@ -212,3 +213,21 @@ def test_a_run_that_goes_on_from_a_checkpoint_replaces_what_it_runs_again() -> N
     run = {"model": "M", "world": 1, "mesh": {}, "stage": 0, "dtype": "fp32", "device": "cpu", "batch": {"train": 1, "micro": 1}}
     document = json.loads(assemble(run, [record]).json())
     assert value_at(document, "plots.loss.values") == [1.0, 2.0, 9.0] and not faults(assemble(run, [record]).html(), document)
+
+
+def test_predictions_of_a_plan_stand_beside_what_is_measured(folder: Path, ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    facts, records = read_run(folder / "stage1" / "run")
+    (tmp_path / "plan.json").write_text('{"time": {"compute": 0.25, "idle": 0}, "memory": {"activations": 4096, "optimizer": 5}}')
+    report = assemble({**facts, "plan": read_plan(str(tmp_path / "plan.json"))}, records)
+    assert [p["predicted"] for p in report.document["time"]["phases"]] == [0.25, None, None, 0]
+    memory = {row["kind"]: row for row in report.document["memory"]}
+    assert memory["activations"] == {"kind": "activations", "predicted": 4096, "measured": None, "by_rank": []}
+    assert memory["optimizer"]["predicted"] == memory["optimizer"]["measured"], "the layout knows better"
+    assert not faults(report.html(), report.document) and "250 ms" in report.text()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"time": [1]}', '{"memory": {"a": "b"}}'])
+def test_a_plan_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match="monitor.plan"):
+        read_plan(str(tmp_path / "plan.json"))

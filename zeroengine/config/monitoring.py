@@ -108,4 +108,10 @@ class MonitorSection(Section):
     timeline_step: PositiveInteger = key(
         3, "The step whose timeline and memory are recorded in full, counted from the start of the engine.", ours=True
     )
+    plan: Text | None = key(
+        None,
+        "JSON file with predictions to show beside what is measured: `time`, seconds of a step by phase (compute, exposed communication, "
+        "optimizer, idle), and `memory`, bytes by kind beyond those that the layout predicts.",
+        ours=True,
+    )
     loss_every: PositiveInteger = key(1, "Steps between two records of the loss and the experts' load.", ours=True)

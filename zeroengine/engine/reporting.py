@@ -23,7 +23,7 @@ from zeroengine.monitor.comms import CommsLogger
 from zeroengine.monitor.document import Report, assemble
 from zeroengine.monitor.metrics import Monitors
 from zeroengine.monitor.observer import Observer, Step, Watch
-from zeroengine.monitor.record import RankRecord, read_lines
+from zeroengine.monitor.record import RankRecord, read_lines, read_plan
 from zeroengine.monitor.recorder import Recorder, moved_so_far, resident
 from zeroengine.monitor.trace import TorchTrace
 from zeroengine.zero.tensor import whole_shape
@@ -170,6 +170,7 @@ class ReportMethods:
             "model": type(self.module).__name__,
             "batch": {"train": self.batch.train, "micro": self.batch.micro, "accumulation": self.batch.accumulation},
             "config": self.settings.to_dict(self.batch),
+            "plan": read_plan(self.settings.monitor.plan),
         }
 
     def rank_facts(self) -> dict[str, Any]:

@@ -42,9 +42,9 @@ def assemble(run: Mapping[str, Any], records: Sequence[RankRecord]) -> Report:
             **{k: run[k] for k in ("model", "world", "mesh", "stage", "dtype", "device", "batch")},
             "parameters": _parameters(records), "steps": max((len(r.steps) for r in records), default=0),
         },
-        "memory": _memory(records),
+        "memory": _memory(records, run.get("plan", {}).get("memory", {})),
         "traffic": _traffic(records),
-        "time": _time(records),
+        "time": _time(records, run.get("plan", {}).get("time", {})),
         "experts": _experts(records),
     }  # fmt: skip
     document["plots"] = make_plots(records, PHASES)
@@ -57,14 +57,15 @@ def _parameters(records: Sequence[RankRecord]) -> int:
     return sum(stages.values())
 
 
-def _memory(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
-    kinds = dict.fromkeys(kind for r in records for kind in (*r.start["predicted"]["memory"], *r.rest.get("memory", ())))
+def _memory(records: Sequence[RankRecord], plan: Mapping[str, float]) -> list[dict[str, Any]]:
+    """`plan`: predictions for kinds that the layouts say nothing of."""
+    kinds = dict.fromkeys(kind for r in records for kind in (*r.start["predicted"]["memory"], *r.rest.get("memory", ()), *plan))
     rows = []
     for kind in kinds:
         predicted = [r.start["predicted"]["memory"][kind] for r in records if kind in r.start["predicted"]["memory"]]
         measured = [r.rest["memory"][kind] for r in records if kind in r.rest.get("memory", ())]
         rows.append({
-            "kind": kind, "predicted": max(predicted, default=None), "measured": max(measured, default=None), "by_rank": measured,
+            "kind": kind, "predicted": max(predicted, default=plan.get(kind)), "measured": max(measured, default=None), "by_rank": measured,
         })  # fmt: skip
     held = [r.rest["resident"] for r in records if "resident" in r.rest]
     rows.append({"kind": "resident", "predicted": None, "measured": max(held, default=None), "by_rank": held})
@@ -97,12 +98,12 @@ def _traffic(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def _time(records: Sequence[RankRecord]) -> dict[str, Any]:
+def _time(records: Sequence[RankRecord], plan: Mapping[str, float]) -> dict[str, Any]:
     splits = [_over_steps(r, "split") for r in records]
     mean = _mean_by_name([s for s in splits if s])
     wall = sum(mean.values())
     phases = [
-        {"phase": name, "predicted": None, "measured": mean[name], "share": mean[name] / wall if wall else 0.0}
+        {"phase": name, "predicted": plan.get(name), "measured": mean[name], "share": mean[name] / wall if wall else 0.0}
         for name in PHASES
         if name in mean
     ]

@@ -91,6 +91,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def read_plan(path: str | None) -> dict[str, dict[str, float]]:
+    """What the file of `monitor.plan` predicts: `time` and `memory`. Raises `ConfigError` for anything else in it."""
+    if path is None:
+        return {}
+    try:
+        plan = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"monitor.plan: {path} cannot be read ({error}); give a file of JSON, or remove the key") from error
+    parts = {name: plan.get(name, {}) for name in ("time", "memory")} if isinstance(plan, dict) else {}
+    numbers = [n for part in parts.values() for n in (part.values() if isinstance(part, dict) else [None])]
+    if not parts or not all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in numbers):
+        raise ConfigError(f"monitor.plan: {path} has no objects `time` and `memory` of numbers, as in " + '{"time": {"compute": 0.5}}')
+    return parts
+
+
 def read_run(folder: Path) -> tuple[dict[str, Any], list[RankRecord]]:
     """The run's facts and the records of its ranks. Raises `ConfigError` for a folder without a run."""
     files = sorted(folder.glob(_RANK_FILE.replace("{:05d}", "*")))
