@@ -20,7 +20,7 @@ from zeroengine.engine.names import ScriptMethods
 from zeroengine.engine.observers import explain_exhaustion
 from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.parking import OffloadMethods
-from zeroengine.engine.reporting import ReportMethods, remove_all
+from zeroengine.engine.reporting import ReportMethods
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once, logger
@@ -336,7 +336,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
             return
         self._destroyed = True
         self._end_background_saves()
-        remove_all(self.watch)
+        self.watch.close()
         self.reload_states()
         self._begin_hook.remove()
         self.mechanism.remove()

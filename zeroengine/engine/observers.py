@@ -83,8 +83,10 @@ def _together(doing: str, work: Callable[[], T]) -> T:
     def attempt() -> str | None:
         try:
             made.append(work())
-        except (ZeroEngineError, OSError) as error:
+        except ZeroEngineError as error:
             return str(error)
+        except Exception as error:  # a service's own, too: the others must hear of it
+            return f"{type(error).__name__}: {error}"
         return None
 
     failures = [text for text in Ranks.of_job().phase(doing, attempt) if text is not None]

@@ -22,7 +22,7 @@ from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.monitor.comms import CommsLogger
 from zeroengine.monitor.document import Report, assemble
 from zeroengine.monitor.metrics import Monitors
-from zeroengine.monitor.observer import Observer, Step, Watch
+from zeroengine.monitor.observer import Step, Watch
 from zeroengine.monitor.record import RankRecord, read_lines, read_plan
 from zeroengine.monitor.recorder import Recorder, moved_so_far, resident
 from zeroengine.monitor.trace import TorchTrace
@@ -194,11 +194,3 @@ class ReportMethods:
         """The dimensions of the mesh along which `ranks` differ, as in "dp_shard x cp"."""
         places = [self.mesh.degrees.coordinates(r) for r in ranks]
         return " x ".join(name for name in DIMS if len({place[name] for place in places}) > 1) or "-"
-
-
-def remove_all(watch: Watch) -> None:
-    """Closes the observers of an engine that ends."""
-    recorder: Observer | None = next((o for o in watch.observers if isinstance(o, Recorder)), None)
-    if isinstance(recorder, Recorder):
-        recorder.rest()
-    watch.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zeroengine.comm.listening import Movement
 from zeroengine.config.monitoring import CommsLoggerSection
 from zeroengine.logging import logger
-from zeroengine.monitor.observer import Observer, Step
+from zeroengine.monitor.observer import MOST_WAITS, Observer, Step
 from zeroengine.monitor.words import aligned, in_bytes
 
 _GB = 1e9
@@ -64,6 +64,8 @@ class CommsLogger(Observer):
         if self._kinds is not None and movement.kind not in self._kinds:
             return
         self._waits.append(movement)
+        if len(self._waits) >= MOST_WAITS:  # many forwards without a step
+            self._settle()
         if self._verbose:
             moved = "" if movement.began is None or movement.ended is None else f", {1e3 * (movement.ended - movement.began):.3f} ms"
             logger.info(

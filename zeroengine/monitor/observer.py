@@ -21,6 +21,9 @@ from zeroengine.moe.statistics import LayerStatistics
 MICRO_BATCH = ("forward", "backward")
 """Phases that compute gradients; the others are "step" and what a user names."""
 
+MOST_WAITS = 4096
+"""Operations that an observer keeps before it adds them up."""
+
 
 @dataclass(frozen=True)
 class Step:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zeroengine.comm.listening import Movement
-from zeroengine.monitor.observer import MICRO_BATCH, Observer, Step
+from zeroengine.monitor.observer import MICRO_BATCH, MOST_WAITS, Observer, Step
 
 
 @dataclass
@@ -73,8 +73,18 @@ class StepClock(Observer):
 
     def wait_ends(self, movement: Movement) -> None:
         self._waits.append((self._phase, movement))
+        if len(self._waits) >= MOST_WAITS:  # many forwards without a step
+            self._settle()
 
     def step_ended(self, step: Step) -> None:
+        self._settle()
+        self._now.wall = step.ended - self._since if self._since is not None else 0.0
+        self._now.steps = 1
+        self._since = step.ended
+        self.last, self._now = self._now, StepTimes()
+        self.total.add(self.last)
+
+    def _settle(self) -> None:
         for phase, movement in self._waits:
             seconds = movement.waited()
             if movement.is_message:
@@ -83,11 +93,6 @@ class StepClock(Observer):
                 self._now.exposed[phase] += seconds
                 self._now.streams[movement.comm.name] += seconds
         self._waits.clear()
-        self._now.wall = step.ended - self._since if self._since is not None else 0.0
-        self._now.steps = 1
-        self._since = step.ended
-        self.last, self._now = self._now, StepTimes()
-        self.total.add(self.last)
 
 
 def breakdown(times: StepTimes) -> str:

@@ -131,6 +131,7 @@ class Recorder(Observer):
         self._write("rest", steps=self._steps, resident=held, memory=self._engine.memory_report())
 
     def close(self) -> None:
+        self.rest()
         self._file.close()
 
     @property
