@@ -96,7 +96,7 @@ def observed(rank: int, world: int, folder: str) -> dict[str, Any]:
             "planned": engine.planned_memory(), "planned traffic": engine.planned_traffic(),
         }  # fmt: skip
         engine.destroy()
-        found[str(stage)]["after"] = [c.name for c in engine.mesh.fabric.communicators if getattr(c, "listeners", ())]
+        found[str(stage)]["after"] = [type(o).__name__ for o in engine.watch.observers]
     found["reset"] = _live_report(rank)
     found["profiled"] = _profiled(rank, Path(folder) / "by hand")
     return found
@@ -124,9 +124,9 @@ def _profiled(rank: int, folder: Path) -> dict[str, Any]:
     train(engine, rank, 1)
     with engine.profile(folder, with_stack=False):
         train(engine, rank, 1, 1)
-    left = len(engine.watch.observers)
+    left = [*engine.watch.observers, *(c.name for c in engine.mesh.fabric.communicators if getattr(c, "listeners", ()))]
     engine.destroy()
-    return {"names": _names(folder / f"rank-{rank}.json"), "left": left}
+    return {"names": _names(folder / f"rank-{rank}.json"), "left": [str(x) for x in left]}
 
 
 def _names(path: Path) -> list[str]:

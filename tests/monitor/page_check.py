@@ -35,7 +35,7 @@ class Page(HTMLParser):
         if tag == "script":
             self.scripts.append(values)
         if tag == "svg":
-            self._plot = (values.get("id") or "").removeprefix("plot-")
+            self._plot = (values.get("id") or "").removeprefix("plot-").split("-")[0]
         if self._plot is not None:
             counts = self.shapes.setdefault(self._plot, {})
             counts[tag] = counts.get(tag, 0) + 1

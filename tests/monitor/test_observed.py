@@ -36,7 +36,8 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 def test_training_is_the_same_to_the_last_bit_and_nothing_stays(ranks: list[dict[str, Any]], stage: str) -> None:
     for got in (r[stage] for r in ranks):
         assert got["same"] and got["hooks"] == got["hooks left"]
-        assert not got["unheard"] and not got["after"], "a communicator tells somebody though no monitor is on"
+        assert not got["unheard"], "a communicator tells somebody though no monitor is on"
+        assert not got["after"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -157,7 +158,7 @@ def test_phases_add_up_to_the_step(ranks: list[dict[str, Any]], folder: Path, st
         line = record.timeline or {}
         phases = [(name, end - start) for lane, name, _, start, end in line["spans"] if lane == "phase"]
         assert [name for name, _ in phases] == ["forward", "backward"] * ACCUMULATION + ["step"] and line["number"] == 3
-        assert sum(s for name, s in phases if name == "forward") == pytest.approx(record.steps[2]["phases"]["forward"], abs=1e-6)
+        assert sum(s for name, s in phases if name == "forward") == pytest.approx(record.steps[2]["phases"]["forward"], abs=5e-6)
         assert any(lane == "move" for lane, *_ in line["spans"]) and len(line["memory"]) >= 2 * len(phases)
 
 

@@ -215,7 +215,7 @@ def _experts(read: Reader, document: Mapping[str, Any]) -> str:
     parts = [f"<h2>Load of the experts</h2><p>Tokens in step {read.show('plots.experts.step', 'number')}.</p>", _table(head, rows)]
     for i, layer in enumerate(plot["layers"]):
         parts.append(f"<p>{read.show(f'plots.experts.layers.{i}.layer')}</p>")
-        draw = Drawing("experts", read, 120, None, plot["y_ticks"])
+        draw = Drawing(f"experts-{i}", read, 120, None, plot["y_ticks"])
         draw.axes(None, "", "plots.experts.y_ticks", "counts")
         draw.columns(layer["load"], "#4c78a8")
         parts.append(draw.text())
