@@ -20,6 +20,7 @@ from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import attach_optimizer, build_mechanism, check_same_config
 from zeroengine.engine.memory import check_memory
+from zeroengine.engine.observers import observe
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline_initialize import cut_model, initialize_pipeline, local_parameters
 from zeroengine.errors import ConfigError, ModelError, OffloadError
@@ -93,15 +94,23 @@ def initialize(
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
     try:
         check_same_config(settings, mesh.everyone)
+        made: tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]
         if isinstance(model, PipelineModule):
-            return initialize_pipeline(
+            made = initialize_pipeline(
                 model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
             )
-        return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+        else:
+            made = _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
     except (ConfigError, ModelError, OffloadError):  # on all ranks alike: another engine may be made in this process
         if owns_mesh:
             mesh.close()
         raise
+    try:
+        observe(made[0])
+    except ConfigError:  # on all ranks alike
+        made[0].destroy()
+        raise
+    return made
 
 
 def _initialize(
