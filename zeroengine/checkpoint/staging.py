@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zeroengine.offload.buffers import private_pages
+from zeroengine.ops.aio import copy_away
 from zeroengine.zero.layout import Piece
 
 _ALIGN = 64  # bytes between staged pieces, a cache line
@@ -43,7 +45,7 @@ class StagingMemory:
             copies[key] = []
             for piece in parts:
                 target = block[at : at + piece.data.nbytes].view(piece.data.dtype)
-                target.copy_(piece.data.detach(), non_blocking=True)
+                copy_away(target, piece.data.detach())
                 copies[key].append(Piece(piece.name, piece.shape, piece.start, target, piece.part))
                 at += _padded(piece.data.nbytes)
         for device in devices:
@@ -64,18 +66,12 @@ class StagingMemory:
         if self._block is None or self._block.numel() < nbytes or self._pinned != pin:
             self.close()  # first: never two blocks
             self._pinned = pin
-            self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pin else self._map(nbytes)
+            if pin:
+                self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._pages = private_pages(nbytes)
+                self._block = torch.frombuffer(self._pages, dtype=torch.uint8)
         return self._block
-
-    def _map(self, nbytes: int) -> Tensor:
-        private = getattr(mmap, "MAP_PRIVATE", None)
-        if private is None or not nbytes:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        self._pages = mmap.mmap(-1, nbytes, flags=private | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without large pages
-                self._pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(self._pages, dtype=torch.uint8)
 
 
 def _padded(nbytes: int) -> int:

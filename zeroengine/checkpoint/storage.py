@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +27,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from zeroengine.checkpoint.raw import RawFile
-from zeroengine.checkpoint.stream import BlockWriter, SummedFile
+from zeroengine.checkpoint.stream import BLOCK, BlockWriter, SummedFile
 from zeroengine.errors import CheckpointError
+from zeroengine.ops.aio import crc32
 
 METADATA = ".metadata"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -164,10 +166,12 @@ class _IndexUnpickler(pickle.Unpickler):
 def sum_of(path: Path) -> FileSum:
     """Size and CRC-32 of a file as it is on disk."""
     size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
+    block = bytearray(BLOCK)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    with FileIO(path, "rb") as file:
+        while got := file.readinto(block):
+            size += got
+            crc = crc32(memory[:got], crc)
     return size, crc
 
 

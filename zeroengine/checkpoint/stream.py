@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import zlib
 from array import array
 from collections import deque
 from io import FileIO
@@ -14,12 +12,12 @@ from types import TracebackType
 
 import torch
 
-from zeroengine.offload.buffers import PAGE, rounded
+from zeroengine.offload.buffers import PAGE, private_pages, rounded
 from zeroengine.ops import aio
 from zeroengine.ops.aio import TransferError, sums_for
 
-BLOCK = 4 << 20  # bytes of one write
-_BLOCKS = 4  # of memory: one is filled while the others are written
+BLOCK = 2 << 20  # bytes of one write
+_BLOCKS = 4  # of memory for a save: one is filled while the others are written
 _THREADS = 2
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
@@ -28,7 +26,7 @@ class Block:
     """Page-aligned memory that collects `BLOCK` bytes of a file."""
 
     def __init__(self) -> None:
-        pages = mmap.mmap(-1, BLOCK)
+        pages = private_pages(BLOCK)
         self.view = memoryview(pages)
         self.memory = torch.frombuffer(pages, dtype=torch.uint8)
         self.sums: array[int] = sums_for(BLOCK, BLOCK)
@@ -153,7 +151,7 @@ class SummedFile:
         block, used, at = self._block, self._filled, self.size
         if block is None:
             raise RuntimeError(f"{self.path}: there is no block to write")
-        self.crc = zlib.crc32(block.view[:used], self.crc)
+        self.crc = aio.crc32(block.memory[:used], self.crc)
         self.size += used
         self._block, self._filled = None, 0
         nbytes = rounded(used)
