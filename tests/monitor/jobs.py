@@ -152,6 +152,7 @@ def pipelined(rank: int, world: int, folder: str) -> dict[str, Any]:
             return x + self.moe(self.up(x))[0]
 
     torch.manual_seed(0)
+    zeroengine.init_distributed(verbose=False)
     model = PipelineModule([LayerSpec(Block) for _ in range(2)], num_stages=2, loss_fn=nn.MSELoss())
     files = {"enabled": True, "output_path": folder}
     engine = zeroengine.initialize(
