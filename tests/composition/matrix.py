@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -15,35 +16,59 @@ import transformers
 
 from tests.composition import compare, models, space
 from tests.composition.cover import Cover, Row
-from tests.composition.refusals import CASES, Refused, refuse
+from tests.composition.refusals import CASES, refuse
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
-EACH = 40
+EACH = 30
 LEVELS = [(factor, level) for factor, levels in space.FACTORS.items() for level in levels]
 
 
-def run(rows: list[Row]) -> dict[str, str]:
-    """What is wrong with each combination, by label; empty where nothing is."""
-    found: dict[str, str] = {}
+class Results:
+    """What was found so far, by label of a combination and by what is refused; kept in a file, if there is one."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        known = json.loads(file.read_text()) if file is not None and file.exists() else {}
+        self.wrong: dict[str, str] = known.get("wrong", {})
+        self.refused: dict[str, str] = known.get("refused", {})
+        self.seconds: float = known.get("seconds", 0.0)
+
+    def keep(self) -> None:
+        if self._file is not None:
+            self._file.write_text(json.dumps({"wrong": self.wrong, "refused": self.refused, "seconds": self.seconds}, indent=1))
+
+
+def run(rows: list[Row], results: Results, limit: float) -> bool:
+    """Fills `results`, in which "" stands where nothing is wrong; False if `limit` seconds ended it before all was run."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted({row["ranks"] for row in rows}):
-            mine = [row for row in rows if row["ranks"] == ranks]
-            for i in range(0, len(mine), EACH):
-                outcomes = compare.launch(mine[i : i + EACH], folder)
-                found |= {space.label(row): compare.judge(row, outcomes[space.label(row)]) for row in mine[i : i + EACH]}
-                sys.stdout.write(f"{ranks} processes: {min(i + EACH, len(mine))} of {len(mine)}, wrong {sum(map(bool, found.values()))}\n")
+            while left := [row for row in rows if row["ranks"] == ranks and space.label(row) not in results.wrong]:
+                before = time.monotonic()
+                if before - started > limit:
+                    return False
+                outcomes = compare.launch(left[:EACH], folder)
+                results.wrong |= {space.label(row): compare.judge(row, outcomes[space.label(row)]) for row in left[:EACH]}
+                results.seconds += time.monotonic() - before
+                results.keep()
+                bad = sum(map(bool, results.wrong.values()))
+                sys.stdout.write(f"{ranks} processes: {max(len(left) - EACH, 0)} left, wrong {bad}\n")
                 sys.stdout.flush()
-    return found
+    if not results.refused:
+        results.refused = run_refused()
+        results.keep()
+    return True
 
 
-def run_refused() -> dict[str, Refused]:
+def run_refused() -> dict[str, str]:
     """What rank 0 was told, by case."""
-    found: dict[str, Refused] = {}
+    found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sorted({case.ranks for case in CASES.values()}):
             names = [name for name, case in CASES.items() if case.ranks == ranks]
-            found |= dict(zip(names, run_ranks(refuse, ranks, names, folder, timeout=200)[0], strict=True))
+            told = run_ranks(refuse, ranks, names, folder, timeout=200)[0]
+            found |= {name: refused.text for name, refused in zip(names, told, strict=True)}
     return {name: found[name] for name in CASES}
 
 
@@ -76,14 +101,15 @@ def reasons() -> list[str]:
     return [f"- {rule}: {'; '.join(pairs)}" for rule, pairs in by_rule.items()]
 
 
-def page(rows: list[Row], wrong: dict[str, str], refused: dict[str, Refused], seconds: float, everything: bool) -> str:
+def page(rows: list[Row], results: Results, everything: bool) -> str:
+    wrong, refused, seconds = results.wrong, results.refused, results.seconds
     cover = Cover(space.FACTORS, space.RULES)
     legal = len(list(cover.parts())) - len(space.pairs()[1])
     ranks = Counter(row["ranks"] for row in rows)
-    failed = [f"- {label}: {text.splitlines()[-1]}" for label, text in wrong.items() if text]
+    failed = [f"- {space.label(row)}: {text.splitlines()[-1]}" for row in rows if (text := wrong[space.label(row)])]
     table = ["| | |", "|---|---|", *(f"| {space.TITLES[f]} | {', '.join(map(str, levels))} |" for f, levels in space.FACTORS.items())]
     bounds = [f"| {d} | {compare.LOSSES[d]:g} | {compare.NORMS[d]:g} | {compare.WEIGHTS[d]:g} |" for d in models.DTYPES]
-    told = [f"| {name} | {r.text.splitlines()[0].replace('|', '/')} |" for name, r in refused.items()]
+    told = [f"| {name} | {text.splitlines()[0].replace('|', '/')} |" for name, text in refused.items()]
     held = "every pair and every triple of levels" if everything else "every pair of levels"
     return "\n".join([
         "# What composes",
@@ -140,16 +166,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", action="store_true", help="only the rows of the default test run")
     parser.add_argument("--output", type=Path, default=PAGE)
+    parser.add_argument("--results", type=Path, help="JSON file of what is known, to which is added; combinations in it are not run again")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no more is started (to go on later)")
     arguments = parser.parse_args()
-    started = time.monotonic()
     rows = [*space.pairs()[0], *(() if arguments.pairs else (*space.triples()[0], *space.eight()[0]))]
-    wrong = run(rows)
-    refused = run_refused()
-    arguments.output.write_text(page(rows, wrong, refused, time.monotonic() - started, not arguments.pairs))
-    for label, text in wrong.items():
+    results = Results(arguments.results)
+    complete = run(rows, results, arguments.limit)
+    if complete:
+        arguments.output.write_text(page(rows, results, not arguments.pairs))
+    for label, text in results.wrong.items():
         if text:
             sys.stdout.write(f"{label}: {text}\n")
-    return 1 if any(wrong.values()) else 0
+    return 2 if not complete else int(any(results.wrong.values()))
 
 
 if __name__ == "__main__":
