@@ -10,7 +10,7 @@ import torch
 
 from tests.composition import models, train
 from tests.composition.cover import Row
-from tests.composition.models import Trained
+from tests.composition.models import LENGTH, SAMPLES, Trained
 from tests.composition.space import label
 from tests.ranks import run_ranks
 
@@ -43,6 +43,13 @@ def difference(row: Row, ranks: list[Trained]) -> str:
             return f"norms of rank {rank} {got.norms}, of rank 0 {ranks[0].norms}"
         if (got.scale, got.skipped) != (want.scale, want.skipped):
             return f"rank {rank}: loss scale {got.scale} after {got.skipped} skipped steps, one process {want.scale} after {want.skipped}"
+        tokens = SAMPLES * LENGTH * row["accumulation"] * 2  # each goes to two experts, none to the last one
+        for layer, load in got.loads.items():
+            if sum(load) != tokens or load[-1]:
+                return f"rank {rank}: load of '{layer}' {load}, of {tokens} assignments"
+        for kind, (planned, measured) in got.memory.items():
+            if planned != measured:
+                return f"rank {rank}: {kind} {measured} bytes, planned {planned}"
     return _weights(ranks[0].weights, want.weights, start(row["model"]), WEIGHTS[dtype])
 
 

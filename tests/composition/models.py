@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Trained:
     weights: dict[str, Tensor]
     scale: float = 1.0
     skipped: int = 0
+    loads: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the experts of each layer in the last step
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)  # bytes by kind: planned, measured
 
 
 def build(kind: str, dropout: float = 0.0) -> nn.Module:

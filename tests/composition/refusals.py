@@ -115,7 +115,7 @@ CASES = {
     "usp of a degree that does not divide": Case("ulysses", "divi", {"ranks": 4, "sequence": "ulysses 2 x ring 2"}, {
         "sequence_parallel": {"attention": "usp", "ulysses": 3}}),
     "dropout in a ring": Case("dropout", "ulysses", {"sequence": "ring 2"}, model=_dropout),
-    "a router's loss of all stages": Case("adds a router loss of all blocks", "output_router_logits=False", model=_router_loss),
+    "a router's loss of all stages": Case("adds a loss of its routers", "output_router_logits=False", model=_router_loss),
     "too few micro-batches": Case("1 micro-batches on 2 ranks", "needs at least 4", {"pipeline": "dualpipe-v"}),
     "two types": Case("`fp16.enabled` and `bf16.enabled` are both true", "switch one of them off", {"dtype": "fp16"}, {
         "bf16": {"enabled": True}}),
@@ -143,6 +143,7 @@ def refuse(rank: int, world: int, names: list[str], folder: str) -> list[Refused
         model: Any = None
         try:
             model = train.prepare(row) if case.model is None else case.model()
+            before = train.held(folder, rank)
             zeroengine.initialize(model=model, config=config)
         except Exception as error:
             kind, text = type(error).__name__, str(error)

@@ -89,6 +89,9 @@ def train(row: Row, folder: str, dropout: float = 0.0) -> Trained:
         found.norms.append(float(engine.get_global_grad_norm()))
         if spoiled is not None:
             spoiled.remove()
+    found.loads = {name: layer.load for name, layer in engine.expert_statistics().items()}
+    planned, measured = engine.planned_memory(), engine.memory_report()
+    found.memory = {kind: (planned[kind], measured[kind]) for kind in planned}
     found.scale, found.skipped = engine.loss_scale, engine.skipped_steps
     found.weights = engine.full_state_dict() or {}
     engine.destroy()

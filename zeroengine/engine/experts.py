@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroengine.comm.local import LocalCommunicator
 from zeroengine.config import Config
+from zeroengine.engine.parallel import reduction_factor
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import DATA_DIMS, Mesh
@@ -98,13 +99,13 @@ def equalize(experts: list[Experts], mesh: Mesh) -> None:
             p.data = values.view(p.shape)
 
 
-def token_batch(mesh: Mesh, layers: TensorParallel | None, sequences: Sequences | None) -> Batch:
+def token_batch(settings: Config, mesh: Mesh, layers: TensorParallel | None, sequences: Sequences | None) -> Batch:
     """Which ranks hold tokens of their own, and which of their rows are tokens. Collective."""
     if layers is not None and layers.region.splits:
         ranks = mesh.fabric.communicator("tokens", mesh.ranks_along(*DATA_DIMS, "tp"), control=True)
         return Batch(ranks, mesh.control.size, layers.region.valid, ordered=False)
     if sequences is not None:
-        return Batch(mesh.control, mesh.control.size, sequences.link.valid)
+        return Batch(mesh.control, reduction_factor(settings, mesh), sequences.link.valid)
     return Batch.over(mesh.control)
 
 
@@ -139,7 +140,9 @@ def spread_experts(
         return None
     if shared:
         check_same(model, groups)
-    made = ExpertParallel(model, mesh, expert_group(settings, mesh, token_batch(mesh, layers, sequences)), settings.moe.bias_speed)
+    made = ExpertParallel(
+        model, mesh, expert_group(settings, mesh, token_batch(settings, mesh, layers, sequences)), settings.moe.bias_speed
+    )
     if isinstance(sequences, SharedSequences):
         sequences.router_loss = made.router_loss is not None
     if made.layers:

@@ -32,13 +32,13 @@ def _all_valid(mask: Tensor | None) -> Tensor | None:
 @dataclass(frozen=True)
 class Batch:
     """The tokens of the global batch. `ranks`: control over all ranks that hold tokens of their own, among which gradients are
-    averaged, but for ranks that split a sequence inside a tensor group, whose gradients are added: `averaged` is how many remain
-    without these. `valid`: from a mask of the tokens that the model was given (None: all are) to that of the rows that this
-    rank's layers see, of every sample or of one for all; None where all rows are tokens. `ordered`: rows are those of whole
-    samples, in the order of ranks."""
+    averaged, but for ranks that split a sequence inside a tensor group, whose gradients are added: `averaged` is the divisor.
+    `valid`: from a mask of the tokens that the model was given (None: all are) to that of the rows that this rank's layers see,
+    of every sample or of one for all; None where all rows are tokens. `ordered`: rows are those of whole samples, in the order of
+    ranks."""
 
     ranks: Communicator
-    averaged: int
+    averaged: float
     valid: Callable[[Tensor | None], Tensor | None] = _all_valid
     ordered: bool = True
 
