@@ -308,8 +308,9 @@ def _a_schedule_that_the_script_steps(d: Path, rank: int) -> list[Any]:
 
 
 SCENARIOS = (
-    _a_schedule_that_the_script_steps, _run_as_if_not_stopped, _frozen_excluded, _weights_without_optimizer, _before_the_first_step,
-    _numbers_in_the_state, _loss_scale, _hybrid, _every_byte_once, _an_engine_that_only_evaluates, _in_the_background,
+    _a_schedule_that_the_script_steps,
+    _run_as_if_not_stopped, _frozen_excluded, _weights_without_optimizer, _before_the_first_step, _numbers_in_the_state,
+    _loss_scale, _hybrid, _every_byte_once, _an_engine_that_only_evaluates, _in_the_background,
 )  # fmt: skip
 
 

@@ -80,9 +80,9 @@ def _compiled(rank: int, ranks: int) -> list[str]:
     from torch._dynamo.utils import counters
 
     mesh, faults = one_mesh(), []
-    for stage in (0, 2, 3):
+    for stage in (1, 3):
         plain = _train(mesh, stage, rank, ranks, _nothing, _nothing)
-        for way, (before, after) in WAYS.items():
+        for way, (before, after) in WAYS.items() if stage == 3 else list(WAYS.items())[:1]:
             torch._dynamo.reset()
             counters.clear()
             worst, who = difference(_train(mesh, stage, rank, ranks, before, after), plain)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zeroengine
-from tests.engine.versus_torch import DEFAULT, STAGES, TINY, Where, check, difference, fresh, one_mesh, whole_weights
+from tests.engine.versus_torch import DEFAULT, STAGES, TINY, Where, check, clean, difference, fresh, one_mesh, run_jobs, whole_weights
 from tests.ranks import run_ranks
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.logging import logger
@@ -74,9 +74,8 @@ def _calls(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_part_that_ranks_call_in_other_numbers(ranks: int) -> None:
-    check(_calls, ranks)
+def test_a_part_that_ranks_call_in_other_numbers(found: list[dict[str, Any]]) -> None:
+    clean(found, _calls)
 
 
 def _calls_between(rank: int, ranks: int) -> str:
@@ -89,11 +88,9 @@ def _calls_between(rank: int, ranks: int) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_parts_that_need_other_gathers_are_named(ranks: int) -> None:
-    for told in run_ranks(_calls_between, ranks, timeout=40):
-        assert "trunk" in told and "head" in told, told
-        assert ("ranks 0, 2: " if ranks == 3 else "rank 0: ") in told and "rank 1: operation" in told, told
+def test_parts_that_need_other_gathers_are_named() -> None:
+    for told in run_ranks(_calls_between, 3, timeout=40):
+        assert "trunk" in told and "head" in told and "ranks 0, 2: " in told and "rank 1: operation" in told, told
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------------
@@ -164,9 +161,8 @@ def _token_engine(mesh: Any, stage: int, config: dict[str, Any]) -> Any:
     return zeroengine.initialize(model=fresh(mlp), optimizer=factory, config=settings, mesh=mesh)[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_mean_over_all_tokens_however_they_are_dealt_out(ranks: int) -> None:
-    check(_tokens, ranks)
+def test_a_mean_over_all_tokens_however_they_are_dealt_out(found: list[dict[str, Any]]) -> None:
+    clean(found, _tokens)
 
 
 def _misused_tokens(rank: int, ranks: int) -> list[str]:
@@ -187,15 +183,13 @@ def _misused_tokens(rank: int, ranks: int) -> list[str]:
     engine.backward(token_loss(engine, x, y), tokens=3)
     engine.step()
     refused(lambda: engine.backward(token_loss(engine, x, y)), "give it to all of them")
-    engine.zero_grad()
+    engine.destroy()
+    engine = make(mesh, mlp, 1)
     before = whole_weights(engine)
-    for _ in range(2):  # no token anywhere: no NaN, and nothing moves
-        engine.backward(token_loss(engine, *words(0, 0, rank, 0)), tokens=0)
-        engine.step()
+    engine.backward(token_loss(engine, *words(0, 0, rank, 0)), tokens=0)
+    engine.step()  # no token anywhere: no NaN, and nothing moves
     if not engine.was_step_applied() or difference(whole_weights(engine), before)[0]:
         faults.append("a step without tokens")
-    engine.backward(token_loss(engine, x, y), **({"tokens": 3} if rank == 0 else {}))
-    engine.step()
     engine.backward(token_loss(engine, x, y), **({"tokens": 3} if rank == 0 else {}))
     refused(engine.step, "tokens of the step", DivergenceError)
     return faults
@@ -241,9 +235,8 @@ def _uneven(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_with_unlike_numbers_of_batches(ranks: int) -> None:
-    check(_uneven, ranks)
+def test_ranks_with_unlike_numbers_of_batches(found: list[dict[str, Any]]) -> None:
+    clean(found, _uneven)
 
 
 # --- generation --------------------------------------------------------------------------------------------------------
@@ -284,9 +277,8 @@ def _rollout(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_generate_unlike_lengths_stop_together(ranks: int) -> None:
-    check(_rollout, ranks)
+def test_ranks_that_generate_unlike_lengths_stop_together(found: list[dict[str, Any]]) -> None:
+    clean(found, _rollout)
 
 
 def _skips_inference(rank: int, ranks: int) -> str:
@@ -337,8 +329,8 @@ def _gathered_once(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-def test_generation_with_everything_gathered_leaves_training_as_it_is() -> None:
-    check(_gathered_once)
+def test_generation_with_everything_gathered_leaves_training_as_it_is(found: list[dict[str, Any]]) -> None:
+    clean(found, _gathered_once)
 
 
 class Heard(logging.Handler):
@@ -370,3 +362,12 @@ def _hint(rank: int, ranks: int) -> list[int]:
 
 def test_generation_token_by_token_is_told_of_the_remedy() -> None:
     assert run_ranks(_hint, 2, timeout=60)[0] == [0, 0, 1]
+
+
+JOBS = [_calls, _tokens, _uneven, _rollout, _gathered_once]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """All of it, in one launch of ranks."""
+    return run_ranks(run_jobs, int(request.param), JOBS, timeout=240)

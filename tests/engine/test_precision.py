@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroengine
-from tests.engine.versus_torch import DEFAULT, STAGES, TINY, Where, check, difference, fresh, one_mesh, whole_weights
+from tests.engine.versus_torch import DEFAULT, STAGES, TINY, Where, clean, difference, fresh, one_mesh, run_jobs, whole_weights
 from tests.ranks import run_ranks
 from zeroengine.errors import ConfigError, NonFiniteError
 from zeroengine.logging import logger
@@ -83,8 +83,8 @@ def _spoiled(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_told() -> None:
-    check(_spoiled)
+def test_a_gradient_that_is_not_finite_is_skipped_and_told(found: list[dict[str, Any]]) -> None:
+    clean(found, _spoiled)
 
 
 def _endless(rank: int, ranks: int) -> str:
@@ -227,9 +227,8 @@ def _sums(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_16_bit_gradients_are_added_up_in_fp32(ranks: int) -> None:
-    check(_sums, ranks)
+def test_16_bit_gradients_are_added_up_in_fp32(found: list[dict[str, Any]]) -> None:
+    clean(found, _sums)
 
 
 class Sometimes(nn.Module):
@@ -277,8 +276,8 @@ def _late(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-def test_layers_of_some_micro_batches_in_bf16() -> None:
-    check(_late)
+def test_layers_of_some_micro_batches_in_bf16(found: list[dict[str, Any]]) -> None:
+    clean(found, _late)
 
 
 class Reused(nn.Module):
@@ -319,8 +318,8 @@ def _reused(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-def test_parts_used_several_times_in_bf16() -> None:
-    check(_reused)
+def test_parts_used_several_times_in_bf16(found: list[dict[str, Any]]) -> None:
+    clean(found, _reused)
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------------
@@ -352,5 +351,14 @@ def _autocast(rank: int, ranks: int) -> list[str]:
     return faults
 
 
-def test_autocast_around_the_forward() -> None:
-    check(_autocast)
+def test_autocast_around_the_forward(found: list[dict[str, Any]]) -> None:
+    clean(found, _autocast)
+
+
+JOBS = [_spoiled, _sums, _late, _reused, _autocast]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """All of it, in one launch of ranks."""
+    return run_ranks(run_jobs, 2, JOBS, timeout=240)

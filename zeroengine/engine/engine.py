@@ -82,7 +82,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
         self._boundary: bool | None = None  # set by the user, else counted
         self._syncs = True
         self._step_ended = False
-        self._hint = TokenByToken(config.zero_optimization.stage == 3)
+        self._hint = TokenByToken(self.zero_optimization_partition_weights())
         self.watch = Watch(mesh.fabric, partial(explain_exhaustion, self))
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
         self._destroyed = False

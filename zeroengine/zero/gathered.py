@@ -57,11 +57,15 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             for source, buckets in self._buckets.items():
                 if not isinstance(source, Sharder) or not buckets:
                     continue
-                if exc[0] is None:
+                if exc[0] is not None:
+                    source.drop_edits(buckets)
+                    continue
+                try:
                     for alike in _by_group(buckets):
                         self._write_back(source, alike)
-                else:
-                    source.drop_edits(buckets)
+                except DivergenceError:
+                    source.drop_edits(buckets)  # of sharded values each rank still has its part as it was
+                    raise
             unlike = self._frozen.settle(self._modifier_rank) if exc[0] is None else None
             if unlike is not None:
                 raise DivergenceError(f"frozen parameters {unlike} were edited inside GatheredParameters, but {_UNLIKE}")

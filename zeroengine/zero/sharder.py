@@ -25,41 +25,8 @@ from zeroengine.zero.compiled import AroundCompiled, compiled_modules, is_wrappe
 from zeroengine.zero.frozen import forget_frozen
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
+from zeroengine.zero.saved import Pack, SavedSlice, top_hooks
 from zeroengine.zero.window import GatherWindow
-
-
-@dataclass(frozen=True)
-class SavedSlice:
-    """A saved tensor that lies in a bucket: where, and which values it had."""
-
-    bucket: Bucket
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    version: tuple[int, int]
-
-
-class _Pack:
-    """Hook on a tensor that autograd saves: a reference into a bucket, or what `other` makes of it."""
-
-    __slots__ = ("sharder", "other")
-
-    def __init__(self, sharder: Sharder, other: Callable[[Tensor], Any]) -> None:
-        self.sharder = sharder
-        self.other = other
-
-    def __call__(self, t: Tensor) -> Any:
-        bucket = self.sharder.bucket_of(t)
-        if bucket is None or t.dtype is not bucket.dtype or t.is_conj() or t.is_neg():
-            return self.other(t)
-        offset = int(t.storage_offset())
-        return SavedSlice(bucket, offset, t.shape, t.stride(), bucket.version_of(offset))
-
-
-def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The innermost pair of saved-tensor hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
-
 
 GatherUnit = list[Bucket]
 """Buckets that are gathered and released together: one, or all those of a leaf of `leaves.py`."""
@@ -283,10 +250,10 @@ class Sharder:
             self._frames[-1].pinned.append(bucket)
         bucket.pins += 1  # an operation in backward has no frame, and may read another bucket as well
         try:
-            top = _top_hooks()
+            top = top_hooks()
             # Hooks that were set inside the running module (activation checkpointing, offload of activations) get
             # everything, as they do while the parameter's own module runs: a recomputation must save what forward saved.
-            ours = top is None or (isinstance(top[0], _Pack) and top[0].sharder is not self)
+            ours = top is None or (isinstance(top[0], Pack) and top[0].owner is not self)
             with self.saving() if ours else contextlib.nullcontext():
                 yield
         finally:
@@ -295,7 +262,7 @@ class Sharder:
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Context in which tensors that autograd saves and that lie in a bucket are saved as `SavedSlice`s."""
         # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before.
-        outer = _top_hooks()
+        outer = top_hooks()
         unpack_other: Callable[[Any], Tensor] = outer[1] if outer else SavedOther.unpack
 
         def unpack(packed: Any) -> Tensor:
@@ -303,7 +270,7 @@ class Sharder:
                 return self._restore(packed)
             return unpack_other(packed)
 
-        return torch.autograd.graph.saved_tensors_hooks(_Pack(self, outer[0] if outer else SavedOther), unpack)
+        return torch.autograd.graph.saved_tensors_hooks(Pack(self, self.bucket_of, outer[0] if outer else SavedOther), unpack)
 
     def bucket_of(self, t: Tensor) -> Bucket | None:
         """The bucket in whose gathered values `t` lies, also one that was released since: as long as the memory lives
