@@ -35,6 +35,11 @@ class NonFiniteError(ZeroEngineError, ArithmeticError):
     """Gradients were non-finite in a thousand steps in a row."""
 
 
+class OutOfMemoryError(ZeroEngineError, MemoryError):
+    """A rank could not get the memory that it asked for; the message says what it holds and which key of the configuration to
+    change."""
+
+
 class CheckpointError(ZeroEngineError):
     """A checkpoint is missing, incomplete or does not fit the model."""
 

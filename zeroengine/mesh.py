@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroengine.comm.fabric import AnyCommunicator, Fabric
@@ -73,6 +74,16 @@ class Degrees:
         return tuple(sum(c * s for c, s in zip(at, strides, strict=True)) for at in product(*axes))
 
 
+def check_experts(degrees: Degrees, size: int) -> None:
+    """Raises `ConfigError` if `size` ranks that share experts do not divide those that share one state."""
+    ranks = math.prod(getattr(degrees, d) for d in SHARD_DIMS)
+    if ranks % size:
+        raise ConfigError(
+            f"mesh.ep {size} does not divide the {ranks} ranks that share one state (dp_shard {degrees.dp_shard} x cp "
+            f"{degrees.cp}), over which experts are spread; give a divisor"
+        )
+
+
 @dataclass(frozen=True)
 class ExpertRanks:
     """The ranks that share experts (`tokens` moves between them, `control` over CPU tensors), and those of a shard group that
@@ -91,12 +102,8 @@ class ExpertRanks:
     @staticmethod
     def of(fabric: Fabric, degrees: Degrees, size: int) -> ExpertRanks:
         """`size` neighbours of a shard group share the experts. Collective. Raises `ConfigError` if they do not divide it."""
+        check_experts(degrees, size)
         shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
-        if len(shard) % size:
-            raise ConfigError(
-                f"mesh.ep {size} does not divide the {len(shard)} ranks that share one state (dp_shard {degrees.dp_shard} x cp "
-                f"{degrees.cp}), over which experts are spread; give a divisor"
-            )
         group, place = divmod(shard.index(fabric.rank), size)
         together, same = shard[group * size : (group + 1) * size], shard[place::size]
         equal = sorted(r for s in same for r in degrees.ranks_along(s, ("dp_replicate",)))
@@ -114,7 +121,8 @@ class Mesh:
     Gathering and reducing have separate streams over the same ranks, so that they need no common order.
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
     always over CPU tensors. `tensor` joins the ranks that share each layer (`tensor_control` over CPU tensors),
-    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors.
+    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors. `everyone` joins all
+    ranks, over CPU tensors.
     """
 
     degrees: Degrees
@@ -129,6 +137,11 @@ class Mesh:
     tensor_control: AnyCommunicator
     same_sample: AnyCommunicator
     experts: ExpertRanks | None = None
+    job: AnyCommunicator | None = None  # where `control` does not join all ranks
+
+    @property
+    def everyone(self) -> AnyCommunicator:
+        return self.job or self.control
 
     def coordinate(self, dim: str) -> int:
         return self.degrees.coordinates(self.rank)[dim]
@@ -154,11 +167,15 @@ class Mesh:
     def close(self) -> None:
         """Collective."""
         self.fabric.close()
+        for group in self.device_mesh.get_all_groups():
+            if group is not dist.group.WORLD:  # which a mesh of one dimension has
+                dist.destroy_process_group(group)
 
 
 def build_mesh(fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1) -> Mesh:
     """Builds the mesh of a job once, from degrees; `ep` folds over dp_shard and cp. Collective over the world."""
     degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    check_experts(degrees, ep)  # before any group is made
     # dimensions of one rank would cost one group for every rank of the world
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
     shape = tuple(getattr(degrees, name) for name in dims)
@@ -177,4 +194,5 @@ def build_mesh(fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: 
         tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
         same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
         experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
+        job=fabric.communicator("everyone", control=True) if degrees.pp * degrees.tp > 1 else None,
     )

@@ -171,7 +171,7 @@ def test_describe() -> None:
         "_note": "comment", "train_batch_size": "invalid", "gradient_clipping": "auto", "bfloat16.enabled": "honoured",
         "zero_optimization.stage": "honoured", "zero_optimization.overlap_com": "unknown",
         "zero_optimization.allgather_bucket_size": "ignored", "zero_optimization.cpu_offload": "honoured",
-        "amp": "refused", "wandb.enabled": "ignored", "optimizer.type": "honoured", "optimizer.params.lr": "honoured",
+        "amp": "refused", "wandb.enabled": "honoured", "optimizer.type": "honoured", "optimizer.params.lr": "honoured",
     }  # fmt: skip
     assert reports["zero_optimization.stage"].value == 2
     assert "overlap_comm" in reports["zero_optimization.overlap_com"].text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,30 +13,31 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroengine.config import BatchSizes, Config
-from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.experts import ExpertParallel
 from zeroengine.engine.loops import LoopMethods, TokenByToken
 from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype
 from zeroengine.engine.names import ScriptMethods
+from zeroengine.engine.observers import explain_exhaustion
 from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.parking import OffloadMethods
-from zeroengine.engine.phases import PhaseTimes
+from zeroengine.engine.reporting import ReportMethods
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_once, log_rank0
+from zeroengine.logging import log_once
 from zeroengine.mesh import Mesh
-from zeroengine.moe.statistics import LayerStatistics
-from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.monitor.observer import Watch
+from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
+from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods, LoopMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods, ScriptMethods, LoopMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -57,7 +59,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         mechanism: Mechanism,
         lr_scheduler: Any,
         loader: EngineLoader | None,
-        sequences: SharedSequences | None = None,
+        sequences: SharedSequences | StageSequences | None = None,
         layers: TensorParallel | None = None,
         experts: ExpertParallel | None = None,
     ) -> None:
@@ -81,7 +83,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         self._syncs = True
         self._step_ended = False
         self._hint = TokenByToken(self.zero_optimization_partition_weights())
-        self._times = PhaseTimes(config.wall_clock_breakdown, self.device)
+        self.watch = Watch(mesh.fabric, partial(explain_exhaustion, self))
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
         self._destroyed = False
         self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
@@ -99,9 +101,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        with self._times.phase("forward"), autocast(self.settings, self.device):
+        with self.watch.phase("forward"), autocast(self.settings, self.device):
             try:
-                if self.sequences is not None:
+                if isinstance(self.sequences, SharedSequences):
                     return self.sequences.run(self.module, args, kwargs)
                 check_same_batch((args, kwargs), self.mesh.same_sample)
                 return self.module(*args, **kwargs)
@@ -151,16 +153,18 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             )
         self._prepare_backward()
         reducer, scale = self.mechanism.reducer, optimizer.scaler.scale
-        divided = not scale_wrt_gas
+        share = 1.0 / self.batch.accumulation if scale_wrt_gas else 1.0
+        shown = share
         if tokens is not None or optimizer.tokens is not None:
             self._count_tokens(optimizer, tokens)
-            divided = True
+            share, shown = 1.0, 1.0 / (self.batch.accumulation * max(float(tokens or 0), 1.0))
         optimizer.losses.append(loss.detach())
-        reducer.scale = (1.0 if divided else 1.0 / self.batch.accumulation) / scale
+        self.watch.add_loss(loss, shown)
+        reducer.scale = share / scale
         reducer.mark_backward()
         reducer.guided = True
         try:
-            with self._times.phase("backward"):
+            with self.watch.phase("backward"):
                 (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
         finally:
             reducer.guided = False
@@ -192,7 +196,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             self.micro_steps += 1
             self._prepare_backward()
             return
-        with self._times.phase("step"):
+        rates = self.get_lr() if self.watch.observers else []
+        with self.watch.phase("step"):
             result = optimizer.step()
         self.micro_steps += 1
         self.global_steps += 1
@@ -206,7 +211,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         every = self.settings.tensor_parallel.check_replicas_every
         if every and self.global_steps % every == 0:
             self.check_replicas()
-        self._print_progress(result)
+        self._tell_step(result, rates)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One whole step: `gradient_accumulation_steps` micro-batches from `data_iter` (default: the engine's own loader,
@@ -345,47 +350,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
     def dp_world_size(self) -> int:
         return self.mesh.data_parallel_size
 
-    def expert_statistics(self) -> dict[str, LayerStatistics]:
-        """Of every layer with experts, over the global batch since the last step began: load of each expert, drops, entropy of
-        the router, the ranks' skew. Collective."""
-        return {} if self.experts is None else self.experts.statistics()
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes by kind that this rank holds now."""
-        return report.measured_memory(self.module, self.mechanism)
-
-    def planned_memory(self) -> dict[str, int]:
-        """Bytes by kind at rest that the layout predicts."""
-        return report.planned_memory(self.module, self.mechanism)
-
-    def traffic(self) -> dict[str, int]:
-        """Bytes sent by this rank since `reset_traffic`."""
-        return report.traffic(self.mechanism)
-
-    def planned_traffic(self) -> int:
-        """Bytes of parameters and gradients that a step should send."""
-        return report.planned_traffic(self.mechanism, self.batch.accumulation)
-
-    def reset_traffic(self) -> None:
-        report.reset_traffic(self.mechanism)
-
-    def _print_progress(self, result: StepResult) -> None:
-        every = self.settings.steps_per_print
-        if every is not None and math.isfinite(every) and every > 0 and self.global_steps % int(every) == 0:
-            rates = ", ".join(f"{lr:.3g}" for lr in self.get_lr())
-            log_rank0(
-                f"step {self.global_steps}: lr {rates}, gradient norm {result.norm:.4g}, skipped {self.skipped_steps}"
-                + (f", loss scale {self.loss_scale:g}" if self.settings.fp16.enabled else "")
-            )
-            for name, layer in self.expert_statistics().items():
-                log_rank0(f"step {self.global_steps}: {name}: {layer.show()}")
-            if self.settings.wall_clock_breakdown:
-                spent = ", ".join(f"{name} {1000 * s / int(every):.1f} ms" for name, s in self._times.take().items())
-                log_rank0(f"step {self.global_steps}: {spent} a step")
-            if self.settings.memory_breakdown:
-                held = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in self.memory_report().items())
-                log_rank0(f"step {self.global_steps}: this rank holds {held}")
-
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; make another with zeroengine.initialize")
@@ -404,6 +368,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             return
         self._destroyed = True
         self._end_background_saves()
+        self.watch.close()
         self.reload_states()
         self._begin_hook.remove()
         take_apart(self.module, self.mechanism, self.sequences, self.layers, self.experts)
@@ -434,8 +399,8 @@ __all__ = ["SchedulerFactory", "ZeroEngine"]
 
 
 def take_apart(
-    module: nn.Module, mechanism: Mechanism | None, sequences: SharedSequences | None, layers: TensorParallel | None,
-    experts: ExpertParallel | None,
+    module: nn.Module, mechanism: Mechanism | None, sequences: SharedSequences | StageSequences | None,
+    layers: TensorParallel | None, experts: ExpertParallel | None,
 ) -> None:  # fmt: skip
     """Takes off `module` what was put on it, in the order in which it comes off. Collective."""
     if mechanism is not None:

@@ -18,11 +18,12 @@ from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
-from zeroengine.engine.mechanism import attach_optimizer, build_mechanism
+from zeroengine.engine.mechanism import attach_optimizer, build_mechanism, check_same_config
 from zeroengine.engine.memory import check_memory
+from zeroengine.engine.observers import observe
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
-from zeroengine.engine.pipeline import initialize_pipeline
-from zeroengine.errors import ConfigError, ModelError
+from zeroengine.engine.pipeline_initialize import cut_model, initialize_pipeline, local_parameters
+from zeroengine.errors import ConfigError, ModelError, OffloadError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.moe.layer import declared_degree
@@ -68,7 +69,8 @@ def initialize(
     `args.deepspeed_config`. `optimizer`: a torch optimizer over the model's parameters, or a callable that makes one over
     parameter groups; it wins over the config's section. `model_parameters`: parameters or group dicts to train.
     `lr_scheduler`: a scheduler built on `optimizer`, or a callable that takes the optimizer. `training_data`: a dataset
-    from which each rank gets its part. `mesh`: one that several engines share; made from the config otherwise.
+    from which each rank gets its part. `mesh`: one that several engines share; made from the config otherwise. With `mesh.pp`
+    over 1 the model is a `PipelineModule`, or a transformers causal LM, which is cut at its list of blocks.
 
     Without any optimizer the engine is for evaluation. Raises `ConfigError` and `ModelError` on every rank.
     """
@@ -82,15 +84,33 @@ def initialize(
     _check_places(settings, device)
     _check_folders(settings)
     owns_mesh = mesh is None
+    stages = mesh.degrees.pp if mesh is not None else settings.mesh.pp
+    if stages > 1 and not isinstance(model, PipelineModule):
+        model = cut_model(model, stages, optimizer)
+        model_parameters = local_parameters(model, model_parameters)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     if mesh is not None:
         _check_mesh(settings, mesh)
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
-    if isinstance(model, PipelineModule):
-        return initialize_pipeline(
-            model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
-        )
-    return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    try:
+        check_same_config(settings, mesh.everyone)
+        made: tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]
+        if isinstance(model, PipelineModule):
+            made = initialize_pipeline(
+                model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
+            )
+        else:
+            made = _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    except (ConfigError, ModelError, OffloadError):  # on all ranks alike: another engine may be made in this process
+        if owns_mesh:
+            mesh.close()
+        raise
+    try:
+        observe(made[0])
+    except ConfigError:  # on all ranks alike
+        made[0].destroy()
+        raise
+    return made
 
 
 def _initialize(
@@ -117,9 +137,9 @@ def _initialize(
     sequences = experts = mechanism = zero_optimizer = None
     members = groups_of(mesh)
     try:
-        sequences = share_sequences(model, settings, mesh, layers)
-        experts = spread_experts(model, settings, mesh, members)
-        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        sequences = share_sequences(model, settings, mesh, layers, trains=source is not None)
+        experts = spread_experts(model, settings, mesh, members, layers=layers, sequences=sequences)
+        mechanism = build_mechanism(model, settings, members, trains=source is not None, everyone=mesh.everyone)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
@@ -151,23 +171,22 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) 
             f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
             "zeroengine.pipe.PipelineModule with num_stages of the same number"
         )
-    if stages > 1 and degrees.cp * degrees.tp > 1:
-        raise ConfigError(
-            f"mesh.cp {degrees.cp} and mesh.tp {degrees.tp} with {stages} pipeline stages: layers of a stage and their sequences "
-            "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
-        )
     fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
-    if shard is not None and replicate == 1:
-        ranks = shard * stages * degrees.cp * degrees.tp
-        if fabric.world_size % ranks:
-            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
-            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
-        replicate = fabric.world_size // ranks
-    return build_mesh(
-        fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
-        ep=ep,
-    )  # fmt: skip
+    try:
+        if shard is not None and replicate == 1:
+            ranks = shard * stages * degrees.cp * degrees.tp
+            if fabric.world_size % ranks:
+                sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+                product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+                raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
+            replicate = fabric.world_size // ranks
+        return build_mesh(
+            fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
+            ep=ep,
+        )  # fmt: skip
+    except ConfigError:
+        fabric.close()
+        raise
 
 
 def _check_mesh(settings: Config, mesh: Mesh) -> None:

@@ -104,13 +104,14 @@ def sharding_rule(config: Config) -> ShardingRule:
     )  # fmt: skip
 
 
-def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool) -> Placement:
-    """Where the configuration lets state and values of `module` live. Without `trains` there is no state."""
+def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool, everyone: Communicator | None = None) -> Placement:
+    """Where the configuration lets state and values of `module` live. Without `trains` there is no state. `everyone`: see
+    `Placement`."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     zero, aio = config.zero_optimization, config.aio
     state, values = zero.offload_optimizer, zero.offload_param
     shards_values = policy_for(zero.stage).shard_params
-    return Placement(
+    made = Placement(
         device,
         rank,
         OffloadRule(
@@ -122,6 +123,8 @@ def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool)
         ) if shards_values else OffloadRule(),
         FileRule(aio.block_size, aio.queue_depth * aio.intra_op_parallelism),
     )  # fmt: skip
+    made.everyone = everyone
+    return made
 
 
 def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
@@ -148,16 +151,15 @@ def check_same_config(config: Config, control: Communicator) -> None:
         raise DivergenceError(f"{first_difference(lines, control)}; give zeroengine.initialize the same configuration everywhere")
 
 
-def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
-    """Shards `module`; without `trains` there are no gradients. Collective."""
+def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool, everyone: Communicator | None = None) -> Mechanism:
+    """Shards `module`; without `trains` there are no gradients. `everyone`: see `Placement`. Collective."""
     check_same(module, groups)
-    check_same_config(config, groups.control)
     pools = make_pools(groups)
     rule = sharding_rule(config)
     if rule.dtype is not None:
         check_names(module, rule.keep)
     cast_buffers(module, rule)
-    placement = placement_for(config, module, groups.rank, trains=trains)
+    placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)

@@ -13,9 +13,9 @@ from zeroengine.errors import ConfigError, DivergenceError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
 from zeroengine.moe.hf import is_stacked_experts
-from zeroengine.parallel.group import make_group
+from zeroengine.parallel.group import SequenceGroup, make_group
 from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_model
-from zeroengine.parallel.hf_attention import register, ulysses_degree
+from zeroengine.parallel.hf_attention import ulysses_degree
 from zeroengine.parallel.loss import token_sum
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import plan_for
@@ -26,28 +26,62 @@ from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
 
 
-def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None) -> SharedSequences | None:
+def share_sequences(
+    model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None, trains: bool = True
+) -> SharedSequences | None:
     """Makes the `cp` ranks of `mesh` share the sequences of `model`; None where cp is 1. Collective.
 
     Raises `ModelError` for a model whose attention cannot be exchanged.
     """
-    cp, section = mesh.degrees.cp, settings.sequence_parallel
-    built = built_with(model)
-    if cp == 1 and built is None:
+    name = attention_name(model, settings, mesh)
+    if name is None:
         return None
     if not is_transformers_model(model):
         raise ModelError(
-            f"mesh.cp is {cp}: {type(model).__name__} is no transformers model, whose attention could run over "
+            f"mesh.cp is {mesh.degrees.cp}: {type(model).__name__} is no transformers model, whose attention could run over "
             "a shared sequence; set mesh.cp to 1, or use zeroengine.sequence (DistributedAttention, ring_attention) in the model"
         )
-    register()
+    group = sequence_group(name, model, settings, mesh, trains)
+    total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
+    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, reduction_factor(settings, mesh), total)
+
+
+def attention_name(model: nn.Module, settings: Config, mesh: Mesh) -> str | None:
+    """Under which name attention runs over the ranks of `cp`; None where each has its own sequences."""
+    section = settings.sequence_parallel
+    built = built_with(model)
+    if mesh.degrees.cp == 1 and built is None:
+        return None
     name = f"zero_{section.attention}" if section.attention is not None else built or "zero_ulysses"
     if built is not None and name != built:
         raise ConfigError(f'sequence_parallel.attention is "{section.attention}", but the model was built with "{built}"; keep one')
-    group = make_group(mesh.fabric, mesh.ranks_along("cp"), ulysses_degree(name, cp, section.ulysses), section.layout == "zigzag")
-    factor = mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups
-    total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
-    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, float(factor), total)
+    return name
+
+
+def sequence_group(name: str, model: nn.Module, settings: Config, mesh: Mesh, trains: bool) -> SequenceGroup:
+    """The ranks that share sequences by the attention of that name. Collective over them."""
+    section = settings.sequence_parallel
+    heads = ulysses_degree(name, mesh.degrees.cp, section.ulysses)
+    if trains:
+        _check_dropout(model, mesh.degrees.cp // heads)
+    return make_group(mesh.fabric, mesh.ranks_along("cp"), heads, section.layout == "zigzag")
+
+
+def reduction_factor(settings: Config, mesh: Mesh) -> float:
+    """What the reduction of gradients divides a sum over the tokens of all ranks by."""
+    return float(mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups)
+
+
+def _check_dropout(model: nn.Module, ring: int) -> None:
+    """No rank of a ring sees a whole row of attention probabilities."""
+    config = getattr(model, "config", None)
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        rate = getattr(config, name, None)
+        if rate and ring > 1:
+            raise ConfigError(
+                f"{name} of {type(model).__name__}'s config is {rate}: attention dropout does not work in a ring (of {ring} ranks "
+                'here); set it to 0, or use Ulysses alone (sequence_parallel.attention "ulysses")'
+            )
 
 
 def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParallel | None:
@@ -58,14 +92,18 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
     if mesh.degrees.tp == 1:
         return None
     splits = settings.tensor_parallel.sequence_parallel
-    if splits and mesh.degrees.cp > 1:
-        raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
+    refuse_split_twice(settings, mesh)
     plan = plan_for(model)
     if mesh.experts is not None or settings.moe.bias_speed:  # ranks that share the stacked experts hold each of theirs whole
         plan = plan.without(name for name, module in model.named_modules() if is_stacked_experts(module))
     log_rank0(plan.show())
     claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
     return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits, settings.tensor_parallel.loss_parallel)
+
+
+def refuse_split_twice(settings: Config, mesh: Mesh) -> None:
+    if settings.tensor_parallel.sequence_parallel and mesh.degrees.cp > 1:
+        raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
 
 
 def check_plain(model: nn.Module) -> None:
@@ -93,10 +131,11 @@ def check_replicas(model: nn.Module, mechanism: Mechanism, tensor: Communicator)
     """Raises `DivergenceError` on every rank, with the names, if parameters that the ranks of `tensor` (control) all hold whole
     differ between them. Collective."""
     found: dict[str, int] = {}
-    for bucket in mechanism.buckets:
-        for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
-            if tensor_shard(bucket.params[s.index]) is None:
-                found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
+    with mechanism.exposed(write=False):
+        for bucket in mechanism.buckets:
+            for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
+                if tensor_shard(bucket.params[s.index]) is None:
+                    found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
     for name, p in model.named_parameters():
         if slot_of(p) is None and tensor_shard(p) is None and p.numel():
             found[name] = digest(p.detach().reshape(-1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import nn
 
@@ -92,26 +94,27 @@ def reset_traffic(mechanism: Mechanism) -> None:
         comm.traffic.reset()
 
 
-def planned_traffic(mechanism: Mechanism, accumulation: int) -> int:
-    """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, each of which
-    reads every bucket's values once in forward and once in backward: Rajbhandari et al. (2020), section 7."""
-    total = 0.0
-    replicas = mechanism.groups.replicas.size
+def planned_traffic(mechanism: Mechanism, accumulation: int) -> dict[str, float]:
+    """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, by
+    "group.operation". Each micro-batch reads every bucket's values once in forward and once in backward: Rajbhandari et al.
+    (2020), section 7."""
+    found: dict[str, float] = defaultdict(float)
     for bucket in mechanism.buckets:
         share = (bucket.comm.size - 1) / bucket.comm.size
         if bucket.policy.shard_params:
-            total += 2 * accumulation * bucket.layout.padded * bucket.dtype.itemsize * share
+            found[f"{bucket.comm.name}.all_gather"] += 2 * accumulation * bucket.layout.padded * bucket.dtype.itemsize * share
     for g in mechanism.gradients:
-        layout, policy, sums = g.bucket.layout, g.bucket.policy, g.rule.accumulate.itemsize
-        share = (g.bucket.comm.size - 1) / g.bucket.comm.size
+        (sums, replicas), bucket = g.streams, g.bucket
+        layout, policy, width = bucket.layout, bucket.policy, g.rule.accumulate.itemsize
+        share = (bucket.comm.size - 1) / bucket.comm.size
         rounds = accumulation if policy.shard_grads else 1
-        total += rounds * layout.padded * g.rule.wire.itemsize * share
-        total += rounds * 2 * layout.shard_numel * sums * (replicas - 1) / replicas
+        found[f"{sums.name}.reduce_scatter"] += rounds * layout.padded * g.rule.wire.itemsize * share
+        found[f"{replicas.name}.all_reduce"] += rounds * 2 * layout.shard_numel * width * (replicas.size - 1) / replicas.size
         if not policy.shard_state:
-            total += layout.padded * sums * share  # the reduced gradients' other slices
+            found[f"{sums.name}.all_gather"] += layout.padded * width * share  # the reduced gradients' other slices
         elif not policy.shard_params:
-            total += layout.padded * g.bucket.dtype.itemsize * share  # the updated values
-    return round(total)
+            found[f"{bucket.comm.name}.all_gather"] += layout.padded * bucket.dtype.itemsize * share  # the updated values
+    return dict(found)
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

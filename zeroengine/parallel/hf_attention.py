@@ -31,11 +31,31 @@ class RunningBatch:
     documents: Tensor | None
     _masks: dict[tuple[bool, int | None], AttentionMask] = field(default_factory=dict)
 
+    @property
+    def facts(self) -> tuple[int, Tensor | None]:
+        """What another rank with the same tokens needs: see `of`."""
+        return self.layout.length, self.documents
+
+    @staticmethod
+    def of(group: SequenceGroup, facts: tuple[int, Tensor | None]) -> RunningBatch:
+        length, documents = facts
+        return RunningBatch(group.layout(length), None if documents is None else documents.cpu())
+
     def same_as(self, other: RunningBatch) -> bool:
         """Tokens lie, and attend, alike."""
         if self.layout != other.layout or (self.documents is None) != (other.documents is None):
             return False
         return self.documents is None or other.documents is None or torch.equal(self.documents, other.documents)
+
+    def valid(self, rank: int) -> Tensor | None:
+        """Which of this rank's tokens are no padding, [B or 1, local] on the host; None: all."""
+        if self.documents is None:
+            if self.layout.padded == self.layout.length:
+                return None
+            whole = torch.ones(1, self.layout.length, dtype=torch.bool)
+        else:
+            whole = self.documents[:, : self.layout.length] != -1
+        return self.layout.shard(whole, rank, fill=0)
 
     def mask(self, causal: bool, window: int | None) -> AttentionMask:
         found = self._masks.get((causal, window))
@@ -51,6 +71,10 @@ class SequenceLink:
     group: SequenceGroup
     batch: RunningBatch | None = None
     calls: int = 0
+
+    def valid(self, mask: Tensor | None = None) -> Tensor | None:
+        """Which of this rank's tokens are no padding; None: all. `mask` of the model's call was taken out of it before."""
+        return None if self.batch is None else self.batch.valid(self.group.rank)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _unlinked, ()  # a copy of the model belongs to no engine

@@ -37,8 +37,10 @@ class AroundCompiled:
 
     def __init__(self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
         self._module = module
-        self._run: Any = module._compiled_call_impl
-        run = self._run
+        run = module._compiled_call_impl
+        if run is None:
+            raise RuntimeError(f"{type(module).__name__} is not compiled")
+        self._run = run
 
         def around(*args: Any, **kwargs: Any) -> Any:
             enter(module, args)
