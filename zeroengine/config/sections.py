@@ -163,6 +163,8 @@ class MeshSection(Section):
     """Degrees of parallelism. Their product is the number of ranks; `ep` folds over the data-parallel ranks."""
 
     pp: PositiveInteger = key(1, "Pipeline stages.", ours=True)
+    pp_schedule: str = key("1f1b", "Schedule of a causal LM that is given whole and cut into `pp` stages.", ours=True)
+    pp_virtual_stages: PositiveInteger | None = key(None, "Stages on each rank then. Null: as the schedule wants.", ours=True)
     dp_replicate: PositiveInteger = key(1, "Replicas of the sharded state.", ours=True)
     dp_shard: PositiveInteger | None = key(None, "Ranks that share one state. Null: all the rest.", ours=True)
     cp: PositiveInteger = key(1, "Ranks that share one sequence.", ours=True)

@@ -86,7 +86,7 @@ def initialize(
     owns_mesh = mesh is None
     stages = mesh.degrees.pp if mesh is not None else settings.mesh.pp
     if stages > 1 and not isinstance(model, PipelineModule):
-        model = cut_model(model, stages, optimizer)
+        model = cut_model(model, stages, optimizer, settings.mesh)
         model_parameters = local_parameters(model, model_parameters)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     if mesh is not None:

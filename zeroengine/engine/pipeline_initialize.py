@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zeroengine.config import Config, resolve_batch
+from zeroengine.config.sections import MeshSection
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
@@ -34,7 +35,7 @@ from zeroengine.zero.held import to_device
 SchedulerBuilder = Callable[[Any, ZeroOptimizer | None, Config], Any]
 
 
-def cut_model(model: nn.Module, stages: int, optimizer: Any) -> PipelinedCausalLM:
+def cut_model(model: nn.Module, stages: int, optimizer: Any, section: MeshSection) -> PipelinedCausalLM:
     """A transformers causal LM that was given whole, cut into `stages` at its list of blocks; a torch `optimizer` over it keeps
     what is left here. Raises `ModelError` for a model that is none, or cannot be cut."""
     if not is_transformers_model(model):
@@ -42,7 +43,7 @@ def cut_model(model: nn.Module, stages: int, optimizer: Any) -> PipelinedCausalL
             f"mesh.pp is {stages}: {type(model).__name__} is neither a zeroengine.pipe.PipelineModule of {stages} stages nor a "
             "transformers causal LM, which could be cut at its list of blocks; write it as a PipelineModule, or set mesh.pp to 1"
         )
-    module = split_causal_lm(model, stages)
+    module = split_causal_lm(model, stages, schedule=section.pp_schedule, virtual_stages=section.pp_virtual_stages)
     if isinstance(optimizer, torch.optim.Optimizer):
         here = {id(p) for p in module.parameters()}
         for group in optimizer.param_groups:

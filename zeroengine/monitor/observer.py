@@ -104,9 +104,10 @@ class Watch:
         observer.close()
 
     def close(self) -> None:
-        """Removes all observers, the last first."""
+        """Removes all observers, the last first, and lets go of the engine."""
         for observer in reversed(self.observers):
             self.remove(observer)
+        self._explain = _nothing
 
     def phase(self, name: str, detail: str = "") -> Phase:
         """A context in which the engine does `name`. A phase inside another (a forward that backward runs again) is part of it."""
@@ -179,3 +180,7 @@ class Phase:
             other = watch.explained(self._name, error)
             if other is not None:
                 raise other from error
+
+
+def _nothing(name: str, error: BaseException) -> None:
+    return None

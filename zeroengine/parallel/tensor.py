@@ -8,7 +8,7 @@ with the border operators.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class TensorParallel:
             if module is None or style not in ("column", "row", "fused"):
                 continue
             outer = style != "row"
-            weight = cast(Tensor, module.weight)
+            weight: nn.Parameter = module.weight  # type: ignore[assignment]
             features = weight.shape[0 if outer != _transposed(module) else 1]
             if features % size and not self._few_key_heads(modules, name):
                 side = "output" if outer else "input"
