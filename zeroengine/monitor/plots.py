@@ -83,7 +83,7 @@ def _timeline(records: Sequence[RankRecord]) -> dict[str, Any] | None:
 
 def _exposed(records: Sequence[RankRecord], phases: Sequence[str]) -> dict[str, Any] | None:
     """Time by phase of each rank, the mean of a step."""
-    found = []
+    found: list[dict[str, Any]] = []
     for r in records[:MOST_RANKS]:
         splits = [s["split"] for s in r.steps if "split" in s]
         splits = splits[1:] or splits
