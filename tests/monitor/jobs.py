@@ -151,6 +151,7 @@ def pipelined(rank: int, world: int, folder: str) -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + self.moe(self.up(x))[0]
 
+    zeroengine.init_distributed(verbose=False)
     torch.manual_seed(0)
     zeroengine.init_distributed(verbose=False)
     model = PipelineModule([LayerSpec(Block) for _ in range(2)], num_stages=2, loss_fn=nn.MSELoss())

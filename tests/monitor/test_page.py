@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None)
-WIDTH, HEIGHT = 1000, 2600
+WIDTH, HEIGHT = 1000, 2800
 PLOTS = ("memory", "timeline", "exposed", "experts", "loss")
 
 

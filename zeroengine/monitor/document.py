@@ -85,8 +85,9 @@ def _traffic(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
     waits = _mean_by_name([_over_steps(r, "streams") for r in records])
     dims = {stream: along for r in records for stream, along in r.start["streams"].items()}
     kinds = {stream: sum(other == stream for other, _ in measured) for stream, _ in measured}
+    moving = {key for key, sums in measured.items() if any(sent for sent, _ in sums)}
     rows = []
-    for key in sorted({*predicted, *measured}, key=lambda k: -_mean([sent for sent, _ in measured.get(k, [])])):
+    for key in sorted({*predicted, *moving}, key=lambda k: -_mean([sent for sent, _ in measured.get(k, [])])):
         stream, operation = key
         sums = measured.get(key, [])
         rows.append({

@@ -39,7 +39,7 @@ svg { display: block; width: 100%; height: auto; margin: 6px 0 } svg text { font
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6")
 _OF_PHASE = {
     "compute": "#4c78a8", "exposed communication": "#e45756", "optimizer": "#54a24b", "idle": "#c9ccd3",
-    "forward": "#4c78a8", "backward": "#7ba3cc", "step": "#54a24b", "wait": "#e45756", "move": "#f0b57a",
+    "forward": "#4c78a8", "backward": "#7ba3cc", "step": "#54a24b", "wait": "#e45756", "move": "#f0b57a", "message": "#c9ccd3",
 }  # fmt: skip
 
 
@@ -169,8 +169,8 @@ def _exposed(read: Reader, plot: Mapping[str, Any]) -> str:
 
 
 def _timeline(read: Reader, plot: Mapping[str, Any]) -> str:
-    names = ("forward", "backward", "step", "wait", "move")
-    words = {"step": "optimizer", "wait": "waiting", "move": "data moving"}
+    names = ("forward", "backward", "step", "wait", "message", "move")
+    words = {"step": "optimizer", "wait": "waiting for a collective", "message": "waiting for a neighbour", "move": "data moving"}
     keys = [(_OF_PHASE[name], words.get(name, name)) for name in names]
     draw = Drawing("timeline", read, 30 + 40 * len(plot["rows"]), plot["x_ticks"], None)
     draw.axes("plots.timeline.x_ticks", "seconds")
@@ -180,9 +180,11 @@ def _timeline(read: Reader, plot: Mapping[str, Any]) -> str:
         for order in ("phase", "wait", "move"):
             for j, (lane, name, _, start, end) in enumerate(row["spans"]):
                 if lane == order:
-                    colour = _OF_PHASE.get(name, "#9d755d") if lane == "phase" else _OF_PHASE[lane]
+                    shown = name if lane == "phase" else "message" if lane == "wait" and name in ("send", "recv") else lane
                     at = f"plots.timeline.rows.{i}.spans.{j}.{1 if lane == 'phase' else 2}"
-                    draw.bar(start, end, top + (20 if lane == "move" else 0), 12 if lane == "move" else 18, colour, at)
+                    draw.bar(
+                        start, end, top + (20 if lane == "move" else 0), 12 if lane == "move" else 18, _OF_PHASE.get(shown, "#9d755d"), at
+                    )
     return _keys(keys) + draw.text()
 
 

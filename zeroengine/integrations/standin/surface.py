@@ -210,7 +210,7 @@ REFUSED_MODULES: Mapping[str, str] = {
     "deepspeed.runtime.sequence_parallel": "sequences are cut over ranks by the engine's own `mesh`, not by an adapter around attention",
     "deepspeed.autotuning": "tuning by trial runs is not a part of zeroengine",
     "deepspeed.compile": "passes over compiled graphs are not a part of zeroengine; compile the model with torch.compile",
-    "deepspeed.profiling": "a profile is asked for by the key `flops_profiler`, not by a class; elsewhere use torch.utils.flop_counter",
+    "deepspeed.profiling": "a profile is asked for in the configuration (`flops_profiler`); elsewhere use torch.utils.flop_counter",
     "deepspeed.io": "zeroengine writes checkpoints itself, through torch.distributed.checkpoint",
     "deepspeed.nvme": "zeroengine has no tuning of disks",
 }
