@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last: StepResult | None = None
         self._sharder = sharder
         self._control = control
-        self._shard_ranks = shard_ranks
         self._max_skips = max_skips
         self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
@@ -93,8 +93,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._near = [m for m in self.masters if not m.away]
         self._away.settle()
         # What a pipeline replaces: its norm and its reason to skip are those of all stages.
-        self.norm_rule: Callable[[list[BucketGradients]], float] = self._norm
-        self.blame_rule: Callable[[list[BucketGradients]], str] = self._blame
+        # Not methods of this object: a destroyed engine is freed without the garbage collector.
+        self.norm_rule: Callable[[list[BucketGradients]], float] = partial(global_norm, shard_ranks=shard_ranks, control=control)
+        self.blame_rule: Callable[[list[BucketGradients]], str] = partial(blame, control=control)
         sharder.on_edit = self._follow_edit
         sharder.optimizer = self
         self._optimizer_step_pre_hooks: Any = {}
@@ -278,12 +279,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _has_flat_parts(self) -> bool:
         """Else every call of the inner `step` is one for whole parameters: some optimizers count their calls."""
         return any(index not in m.apart for m in self._near for index in m.parts) or self.parts.whole is None
-
-    def _norm(self, gradients: list[BucketGradients]) -> float:
-        return global_norm(gradients, self._shard_ranks, self._control)
-
-    def _blame(self, gradients: list[BucketGradients]) -> str:
-        return blame(gradients, self._control)
 
     def _skip(self) -> bool:
         """Counts a skipped step and says why. Returns whether another loss scale might have helped: not where a loss itself is at

@@ -421,6 +421,7 @@ class Sharder:
     def remove(self) -> None:
         """Takes all hooks off and gives the parameters their own memory. Collective if values are sharded."""
         self._uninstall()
+        self.optimizer = self.on_edit = None
         self._by_storage.clear()
         for bucket in self.buckets:
             bucket.detach()
