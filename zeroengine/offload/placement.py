@@ -213,6 +213,7 @@ class Placement:
         for folder in {id(s.folder): s.folder for s in self._stores.values()}.values():
             folder.remove()
         self._stores.clear()
+        self._homes.clear()
         io, self._io = self._io, None
         if io is not None:
             io.close()

@@ -238,6 +238,8 @@ class DiskStore:
             self.flush()
         for record in list(self.coming):
             record.drop()
+        for record in self.records:
+            record.owns(tuple)  # it is let go of by whoever it belongs to, and must not hold that in turn
         self.records.clear()
         self.buffers.clear()
         self.file.close()
