@@ -7,7 +7,7 @@ A rank that raises makes `run_ranks` raise `RanksFailed` with every rank's trace
 outcomes instead, for tests of errors: one `Outcome` a rank.
 
 Ranks are forked from a server that has imported torch and this package and has done nothing else, for importing them takes
-longer than most tests. What reads an environment variable while it is imported must not be tested with `env`.
+longer than most tests. What is read as a process starts, or while it imports, needs `fresh`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ def free_port() -> int:
 
 
 def _main(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...], env: dict[str, str], pipe: Any) -> None:
-    os.environ.update(
+    own = dict(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env,
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
+    for name in os.environ.keys() - env.keys():  # the server's, which has started earlier
+        del os.environ[name]
+    os.environ.update(own | env)
     import torch
 
     torch.set_num_threads(1)
@@ -78,12 +81,15 @@ def run_ranks(
     timeout: float = 120.0,
     failures: bool = False,
     env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
+    """`env`: variables of the ranks beside this process'. `fresh`: new processes, for what is read as a process starts."""
+    context = multiprocessing.get_context("spawn") if fresh else _ctx
     port, start = free_port(), time.monotonic()
     procs, pipes = [], []
     for rank in range(world):
-        here, there = _ctx.Pipe(duplex=False)
-        p = _ctx.Process(target=_main, args=(fn, rank, world, port, args, env or {}, there), daemon=False)
+        here, there = context.Pipe(duplex=False)
+        p = context.Process(target=_main, args=(fn, rank, world, port, args, {**os.environ, **(env or {})}, there), daemon=False)
         p.start()
         there.close()
         procs.append(p)

@@ -63,10 +63,10 @@ def _limited(rank: int, world: int, folder: str, on_disk: bool) -> dict[str, Any
 
 def test_a_limit_that_states_in_memory_do_not_fit_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")  # glibc gives large memory back, and keeps none for the next use
-    told = run_ranks(_limited, 1, str(tmp_path), False, timeout=100)[0]
+    told = run_ranks(_limited, 1, str(tmp_path), False, timeout=100, fresh=True)[0]
     assert "ulimit -v" in told["error"] and "MiB more (gradients 240 MiB, optimizer 480 MiB)" in told["error"]
     assert "device nvme" in told["error"]
-    got = run_ranks(_limited, 1, str(tmp_path), True, timeout=100)[0]
+    got = run_ranks(_limited, 1, str(tmp_path), True, timeout=100, fresh=True)[0]
     assert "error" not in got, got
     assert got["losses"][2] < got["losses"][0] and got["same"]
     planned = got["planned"]

@@ -41,7 +41,8 @@ class ExpertParallel:
             revert(model, self._converted)
             name, number = next(iter(odd.items()))
             raise ConfigError(f"mesh.ep {group.size} does not divide the {number} experts of '{name}'; give a divisor")
-        limited = [n for n, layer in self.layers.items() if isinstance(layer, SparseExperts) and layer.router.rule.capacity is not None]
+        own = {n: getattr(layer.router, "rule", None) for n, layer in self.layers.items() if isinstance(layer, SparseExperts)}
+        limited = [n for n, rule in own.items() if rule is not None and rule.capacity is not None]
         if limited and not group.batch.ordered:
             revert(model, self._converted)
             raise ConfigError(
