@@ -42,13 +42,16 @@ class OffloadMethods:
     ) -> None:  # fmt: skip
         """Moves states off the device: those in `include` (names of `KINDS` or members of an enumeration of these values;
         default: all). `device`: "cpu" or "nvme", which needs `nvme_path` or that of the config. Until `reload_states` every use
-        of the engine is an error. Between steps only. `non_blocking` is accepted; copies are complete on return. Collective.
+        of the engine is an error; what is away already stays there. Between steps only. `non_blocking` is accepted; copies are complete on
+        return. Collective.
 
         On a run whose device is the CPU, "cpu" frees nothing. Raises `ConfigError`, `ModelError`, and `OffloadError` on all ranks.
         """
         kinds = _names(include)
         tier = str(getattr(device, "value", device))
         mechanism, placement = self.mechanism, self.mechanism.placement
+        if _is_away(placement.parked, kinds, tier):
+            return
         placement.check_here()
         if mechanism.reducer.unfinished:
             raise ModelError("offload_states between backward and step would lose gradients; call it after engine.step()")
@@ -121,6 +124,11 @@ def _names(include: Iterable[Any] | None) -> frozenset[str]:
     if unknown := sorted(names - set(KINDS)):
         raise ConfigError(f"offload_states: include names {unknown}; known are {', '.join(KINDS)}")
     return names
+
+
+def _is_away(parked: Parked | None, kinds: frozenset[str], tier: str) -> bool:
+    """Whether all of `kinds` are on `tier` already."""
+    return parked is not None and parked.failed is None and kinds <= parked.kinds and tier == parked.tier
 
 
 _Lots = Iterator[tuple[str, str, list[Tensor], Callable[[], None]]]
