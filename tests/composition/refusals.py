@@ -100,8 +100,6 @@ CASES = {
     "experts over too many ranks": Case("mesh.ep 4 does not divide the 2 ranks that share one state", "give a divisor", {
         "ranks": 4, "model": "moe", "replicas": 2}, {"mesh": {"dp_replicate": 2, "ep": 4}}),
     "experts that do not divide": Case("mesh.ep 2 does not divide the 3 experts", "give a divisor", {"experts": 2}, model=_experts),
-    "sequences split twice": Case("sequences are split already", "set it to false", {
-        "ranks": 4, "tensor": "2+sp", "sequence": "ring 2"}),
     "split experts on a split sequence": Case("experts cannot run on a split sequence", "sequence_parallel to false", {
         "model": "moe", "tensor": "2+sp"}),
     "sequences of another model": Case("Sequential is no transformers model", "set mesh.cp to 1", {"sequence": "ring 2"}, model=_own),
