@@ -110,8 +110,8 @@ CASES = {
     "optimizers of whole parameters": Case("looks at whole parameters", "set mesh.tp to 1", {"tensor": "2"}, MUON),
     "usp without its degree": Case("`ulysses` and `attention", "usp splits", {"sequence": "ring 2"}, {
         "sequence_parallel": {"attention": "usp"}}),
-    "usp of a degree that does not divide": Case("ulysses 3 does not divide", "give a divisor", {"ranks": 4, "sequence": "ulysses 2 x ring 2"}, {
-        "sequence_parallel": {"attention": "usp", "ulysses": 3}}),
+    "usp of a degree that does not divide": Case("ulysses 3 does not divide", "give a divisor", {
+        "ranks": 4, "sequence": "ulysses 2 x ring 2"}, {"sequence_parallel": {"attention": "usp", "ulysses": 3}}),
     "dropout in a ring": Case("dropout", "ulysses", {"sequence": "ring 2"}, model=_dropout),
     "a router's loss of all stages": Case("adds a loss of its routers", "output_router_logits=False", model=_router_loss),
     "too few micro-batches": Case("1 micro-batches on 2 ranks", "needs at least 4", {"pipeline": "dualpipe-v"}),
