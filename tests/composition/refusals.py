@@ -91,7 +91,7 @@ def _two_stages() -> nn.Module:
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
 CASES = {
     "degrees": Case("tp 3 = 3 does not divide 2 ranks", "change a degree or the number of ranks", config={"mesh": {"tp": 3}}),
-    "shard groups": Case("shard group 3 = 3 does not divide the 2 ranks", "", config={"mesh": {"dp_shard": 3}}),
+    "shard groups": Case("shard group 3 = 3 does not divide the 2 ranks", "change a degree", config={"mesh": {"dp_shard": 3}}),
     "replicas": Case("dp_replicate 2 x dp_shard 2 = 4 ranks, but the job has 2", "leave dp_shard at -1", config={
         "mesh": {"dp_replicate": 2, "dp_shard": 2}}),
     "other stages than the mesh": Case("mesh.pp is 4, but the model has 2", "num_stages of the same number", config={
@@ -100,20 +100,18 @@ CASES = {
     "experts over too many ranks": Case("mesh.ep 4 does not divide the 2 ranks that share one state", "give a divisor", {
         "ranks": 4, "model": "moe", "replicas": 2}, {"mesh": {"dp_replicate": 2, "ep": 4}}),
     "experts that do not divide": Case("mesh.ep 2 does not divide the 3 experts", "give a divisor", {"experts": 2}, model=_experts),
-    "sequences split twice": Case("sequences are split already", "set it to false", {
-        "ranks": 4, "tensor": "2+sp", "sequence": "ring 2"}),
     "split experts on a split sequence": Case("experts cannot run on a split sequence", "sequence_parallel to false", {
         "model": "moe", "tensor": "2+sp"}),
     "sequences of another model": Case("Sequential is no transformers model", "set mesh.cp to 1", {"sequence": "ring 2"}, model=_own),
     "layers of another model": Case("no attention", "set mesh.tp to 1", {"tensor": "2"}, model=lambda: nn.Sequential(nn.Linear(3, 3))),
-    "heads": Case("the 3 heads of", "do not divide one another", {"tensor": "2"}, model=_heads),
+    "heads": Case("the 3 heads of", "give another degree", {"tensor": "2"}, model=_heads),
     "rows of a head": Case("does not divide the 61 outputs of 'lm_head'", "set it to false", {"tensor": "2"}, {
         "tensor_parallel": {"loss_parallel": True}}),
     "optimizers of whole parameters": Case("looks at whole parameters", "set mesh.tp to 1", {"tensor": "2"}, MUON),
     "usp without its degree": Case("`ulysses` and `attention", "usp splits", {"sequence": "ring 2"}, {
         "sequence_parallel": {"attention": "usp"}}),
-    "usp of a degree that does not divide": Case("ulysses", "divi", {"ranks": 4, "sequence": "ulysses 2 x ring 2"}, {
-        "sequence_parallel": {"attention": "usp", "ulysses": 3}}),
+    "usp of a degree that does not divide": Case("ulysses 3 does not divide", "give a divisor", {
+        "ranks": 4, "sequence": "ulysses 2 x ring 2"}, {"sequence_parallel": {"attention": "usp", "ulysses": 3}}),
     "dropout in a ring": Case("dropout", "ulysses", {"sequence": "ring 2"}, model=_dropout),
     "a router's loss of all stages": Case("adds a loss of its routers", "output_router_logits=False", model=_router_loss),
     "too few micro-batches": Case("1 micro-batches on 2 ranks", "needs at least 4", {"pipeline": "dualpipe-v"}),
@@ -123,7 +121,7 @@ CASES = {
         "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
     "a disk without a folder": Case("nvme_path is missing", "give the folder", config={
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}),
-    "batches": Case("train_batch_size", "", config={"train_batch_size": 7}),
+    "batches": Case("train_batch_size 7 is not", "correct it", config={"train_batch_size": 7}),
 }  # fmt: skip
 
 

@@ -60,7 +60,6 @@ RULES = (
         _experts_do_not_fit,
     ),
     Rule("experts of a model that has none", ("model", "experts"), lambda model, ep: model == "gpt" and ep > 1),
-    Rule("sequences split twice", ("tensor", "sequence"), lambda tp, cp: tp == "2+sp" and cp != "1"),
     Rule(
         "split experts on a split sequence", ("model", "tensor", "experts"),
         lambda model, tp, ep: model != "gpt" and tp == "2+sp" and ep == 1,

@@ -104,7 +104,13 @@ def token_batch(settings: Config, mesh: Mesh, layers: TensorParallel | None, seq
     """Which ranks hold tokens of their own, and which of their rows are tokens. Collective."""
     if layers is not None and layers.region.splits:
         ranks = mesh.fabric.communicator("tokens", mesh.ranks_along(*DATA_DIMS, "tp"), control=True)
-        return Batch(ranks, mesh.control.size, layers.region.valid, ordered=False)
+        region = layers.region
+
+        def valid(mask: torch.Tensor | None) -> torch.Tensor | None:
+            return region.valid(mask if sequences is None else sequences.link.valid(mask))
+
+        averaged = mesh.control.size if sequences is None else reduction_factor(settings, mesh)
+        return Batch(ranks, averaged, valid, ordered=False)
     if sequences is not None:
         return Batch(mesh.control, reduction_factor(settings, mesh), sequences.link.valid)
     return Batch.over(mesh.control)

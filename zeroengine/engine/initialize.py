@@ -178,7 +178,7 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) 
             if fabric.world_size % ranks:
                 sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
                 product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-                raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job")
+                raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job; change a degree")
             replicate = fabric.world_size // ranks
         return build_mesh(
             fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,

@@ -92,18 +92,12 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
     if mesh.degrees.tp == 1:
         return None
     splits = settings.tensor_parallel.sequence_parallel
-    refuse_split_twice(settings, mesh)
     plan = plan_for(model)
     if mesh.experts is not None or settings.moe.bias_speed:  # ranks that share the stacked experts hold each of theirs whole
         plan = plan.without(name for name, module in model.named_modules() if is_stacked_experts(module))
     log_rank0(plan.show())
     claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
     return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits, settings.tensor_parallel.loss_parallel)
-
-
-def refuse_split_twice(settings: Config, mesh: Mesh) -> None:
-    if settings.tensor_parallel.sequence_parallel and mesh.degrees.cp > 1:
-        raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
 
 
 def check_plain(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from zeroengine import errors
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.engine.parallel import attention_name, refuse_split_twice, sequence_group
+from zeroengine.engine.parallel import attention_name, sequence_group
 from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
@@ -61,7 +61,6 @@ def share_stage_layers(module: PipelineModule, settings: Config, mesh: Mesh, eve
     if mesh.degrees.tp == 1:
         return None
     section = settings.tensor_parallel
-    refuse_split_twice(settings, mesh)
     plan = _common_plan(module, settings, mesh, everyone)
     log_rank0(plan.show())
 

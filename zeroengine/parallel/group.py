@@ -74,7 +74,7 @@ def make_group(fabric: Fabric, ranks: Sequence[int], ulysses: int, zigzag: bool 
     if ulysses < 1 or size % ulysses:
         raise ConfigError(
             f"sequence_parallel.ulysses {ulysses} does not divide the {size} ranks of a sequence "
-            f"({size} / {ulysses} = {size / max(ulysses, 1):.2f} for the ring)"
+            f"({size} / {ulysses} = {size / max(ulysses, 1):.2f} for the ring); give a divisor"
         )
     ring, slot = divmod(list(ranks).index(fabric.rank), ulysses)
     return SequenceGroup(

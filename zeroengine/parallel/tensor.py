@@ -138,7 +138,9 @@ class TensorParallel:
         for name in self._attentions(modules):
             for attribute, heads in head_attributes(modules[name]):
                 if heads % size and size % heads:
-                    raise ConfigError(f"mesh.tp {size} and the {heads} heads of '{name}' ({attribute}) do not divide one another")
+                    raise ConfigError(
+                        f"mesh.tp {size} and the {heads} heads of '{name}' ({attribute}) do not divide one another; give another degree"
+                    )
 
     def _check_head(self, modules: dict[str, nn.Module]) -> None:
         """The loss of parts needs a head of parts, and a model that lets its loss be exchanged."""
