@@ -26,6 +26,7 @@ from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once, log_rank0, logger
 from zeroengine.mesh import Mesh
 from zeroengine.moe.statistics import LayerStatistics
+from zeroengine.offload.inputs import inputs_on_host
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
 from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
@@ -97,7 +98,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        with self._times.phase("forward"):
+        with self._times.phase("forward"), inputs_on_host(self.settings.activation_checkpointing.cpu_checkpointing):
             if self.sequences is not None:
                 return self.sequences.run(self.module, args, kwargs)
             check_same_batch((args, kwargs), self.mesh.same_sample)

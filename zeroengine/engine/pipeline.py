@@ -20,6 +20,7 @@ from zeroengine.engine.pipeline_weights import PipelineWeightMethods
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
+from zeroengine.offload.inputs import inputs_on_host
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.pipeline.checks import Checked, check
@@ -192,7 +193,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._factors = dict(enumerate(each.tolist()))
 
     def _stage_forward(self, stage: int, micro: int, x: Any) -> Any:
-        output = self.module(x, stage, micro)
+        with inputs_on_host(self.settings.activation_checkpointing.cpu_checkpointing):
+            output = self.module(x, stage, micro)
         if stage != len(self.module.placement) - 1 or micro not in self._factors:
             return output
         factor = self._factors[micro]
