@@ -61,7 +61,8 @@ def _go_on(rank: int, world: int, folder: str, plans: list[tuple[str, int, str |
             model.counted.zero_()
         extra = {k: v for k, v in deepspeed_job.RUNS[name].items() if k != "zero_optimization"}
         zero = {"stage": stage, "bucket_size": 700}
-        config = {**deepspeed_job.CONFIG, **extra, "zero_optimization": zero, "steps_per_print": None}
+        health = {"comm_timeout": 60.0}  # on cores that others use too, a rank may get no time for longer than ten seconds
+        config = {**deepspeed_job.CONFIG, **extra, "zero_optimization": zero, "health": health, "steps_per_print": None}
         engine, *_ = zeroengine.initialize(model=model, model_parameters=deepspeed_job.groups(model), config=config)
         path, client = engine.load_checkpoint(f"{folder}/{name}", tag=tag)
         masters = engine.full_state_dict()

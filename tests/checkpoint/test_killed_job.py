@@ -15,15 +15,17 @@ from pathlib import Path
 
 from tests.checkpoint.engines import build, train
 from tests.ranks import run_ranks
+from zeroengine.checkpoint import complete_tags
 
 KILLS = int(os.environ.get("ZE_KILLS", "3"))
-FIRST = 1  # what the first start of the job draws its weights from
+FIRST = 1  # what the job draws its weights from as long as nothing is saved
 SEED = int(os.environ.get("ZE_KILLS_SEED", "1"))
 
 
 def _until_killed(rank: int, world: int, folder: str, round_: int) -> None:
     """Goes on from what is there, and writes a diary: (step, loss), and when it saves."""
-    engine = build((3, 0, 2, 1)[round_ % 4], seed=FIRST if round_ == 0 else -round_)
+    saved = complete_tags(Path(folder))
+    engine = build((3, 0, 2, 1)[round_ % 4], seed=-round_ if saved else FIRST)  # other weights, until it loads
     engine.load_checkpoint(folder)
     draw = random.Random(SEED * 1000 + round_)
     delays = [draw.uniform(0.01, 0.7)] * 2
@@ -35,10 +37,12 @@ def _until_killed(rank: int, world: int, folder: str, round_: int) -> None:
 
     with Path(f"{folder}/diary-{round_}-{rank}").open("w", buffering=1) as diary:
         diary.write(f"start {engine.global_steps}\n")
-        threading.Thread(target=kill, daemon=True).start()
+        killer = threading.Thread(target=kill, daemon=True)
         while True:
             step = engine.global_steps
             diary.write(f"loss {step} {train(engine, step, 1, rank)[0].hex()}\n")
+            if not killer.is_alive():  # from the first save on: how long the first step takes says nothing
+                killer.start()
             diary.write(f"saving {step + 1}\n")
             engine.save_checkpoint(folder, blocking=step % 2 == 0, keep_last=2)
             diary.write(f"saved {step + 1}\n")

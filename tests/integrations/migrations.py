@@ -348,7 +348,11 @@ def recomputation(folder: Path) -> None:
         assert len(calls) == 2
     deepspeed.checkpointing.configure(None, num_checkpoints=2)
     assert deepspeed.checkpointing.is_configured()
-    for name in ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu"):
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)  # on the CPU they are there: the same values
+    with engine(net=Net()) as made:
+        step(made)
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=False)
+    for name in ("partition_activations", "contiguous_checkpointing"):
         refused(lambda n=name: deepspeed.checkpointing.configure(None, **{n: True}), ConfigError, name)
 
 

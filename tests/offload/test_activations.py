@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.engine.models import config
 from tests.offload.runs import ADAMW
 from tests.ranks import run_ranks
+from zeroengine.offload.inputs import inputs_on_host, recomputed
 
 WIDTH, LEAST = 24, 2000
 
@@ -102,3 +104,52 @@ def test_weights_stay_and_changes_in_place_are_seen(tmp_path: Path) -> None:
         small.sum().backward()
     store.close()
     folder.remove()
+
+
+class _Segments(nn.Module):
+    """Noisy segments whose inputs are remembered without being kept alive."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.4)) for _ in range(4))
+        self.moves = moves
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.runs = 0
+
+    def segment(self, pair: tuple[Tensor, int], block: nn.Module) -> tuple[Tensor, int]:
+        self.runs += 1
+        return block(pair[0]), pair[1] + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x * 1.0, 0)
+        with inputs_on_host(self.moves):
+            for block in self.blocks:
+                self.inputs.append(weakref.ref(pair[0]))
+                pair = recomputed(self.segment, pair, block, moves=lambda t: True)
+        return pair[0].square().mean()
+
+
+def test_inputs_of_recomputed_segments_wait_elsewhere() -> None:
+    """With a rule that moves tensors of the CPU as it would those of an accelerator: the bits stay, the inputs go."""
+    found = []
+    for moves in (False, True):
+        model = _Segments(moves)
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        torch.manual_seed(9)
+        loss = model(x)
+        assert [ref() is None for ref in model.inputs] == [moves] * 4
+        loss.backward()
+        assert model.runs == 8 and x.grad is not None
+        found.append([loss.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_on_the_cpu_it_says_that_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("zeroengine.offload.inputs.log_once", said.append)
+    x = torch.ones(3, requires_grad=True)
+    with inputs_on_host(True):
+        recomputed(torch.exp, x).sum().backward()
+    assert len(said) == 1 and "cpu_checkpointing: nothing is moved" in said[0]
+    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())

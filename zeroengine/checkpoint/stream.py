@@ -106,8 +106,8 @@ class SummedFile:
     # --- what a writer of archives or pickles asks for ----------------------------------------------------------------
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        rest = memoryview(data).cast("B")
-        count = rest.nbytes
+        count = memoryview(data).nbytes
+        rest = memoryview(data).cast("B") if count else memoryview(b"")
         while rest:
             block = self._block or self._next_block()
             part = rest[: BLOCK - self._filled]

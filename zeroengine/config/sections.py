@@ -112,10 +112,12 @@ class DataTypesSection(Section):
 
 
 class ActivationCheckpointingSection(Section):
-    """Options of DeepSpeed's own checkpointing function; only models that call it notice them."""
+    """Options of DeepSpeed's own checkpointing function; only models that call it, and pipelines that recompute, notice them."""
 
     partition_activations: Flag = ignored(False, "Shard saved activations over tensor ranks.", _RECOMPUTE)
-    cpu_checkpointing: Flag = ignored(False, "Saved activations in host memory.", _RECOMPUTE)
+    cpu_checkpointing: Flag = key(
+        False, "Inputs of recomputed segments wait for backward in memory of the host. On a run whose device is the CPU they are there."
+    )
     contiguous_memory_optimization: Flag = ignored(False, "Saved activations in one buffer.", _RECOMPUTE)
     number_checkpoints: Count | None = ignored(None, "Checkpoints, to size that buffer.", _RECOMPUTE)
     synchronize_checkpoint_boundary: Flag = ignored(False, "Synchronise at boundaries.", _RECOMPUTE)

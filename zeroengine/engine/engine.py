@@ -28,6 +28,7 @@ from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
 from zeroengine.mesh import Mesh
 from zeroengine.monitor.observer import Watch
+from zeroengine.offload.inputs import inputs_on_host
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
@@ -101,7 +102,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        with self.watch.phase("forward"), autocast(self.settings, self.device):
+        on_host = inputs_on_host(self.settings.activation_checkpointing.cpu_checkpointing)
+        with self.watch.phase("forward"), autocast(self.settings, self.device), on_host:
             try:
                 if isinstance(self.sequences, SharedSequences):
                     return self.sequences.run(self.module, args, kwargs)

@@ -27,6 +27,7 @@ from zeroengine.errors import ConfigError, ModelError, OffloadError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.moe.layer import declared_degree
+from zeroengine.offload.inputs import NO_EFFECT
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.optim.schedules import build_scheduler
@@ -82,6 +83,8 @@ def initialize(
     init_distributed(distributed_port=distributed_port)
     device = local_device()
     _check_places(settings, device)
+    if settings.activation_checkpointing.cpu_checkpointing and device.type == "cpu":
+        log_rank0(NO_EFFECT)
     _check_folders(settings)
     owns_mesh = mesh is None
     stages = mesh.degrees.pp if mesh is not None else settings.mesh.pp

@@ -25,6 +25,7 @@ from zeroengine.errors import ConfigError, ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.monitor.observer import Watch
+from zeroengine.offload.inputs import inputs_on_host
 from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences, StageSharing
 from zeroengine.parallel.tensor import TensorParallel
@@ -215,7 +216,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         given = sharing.unpack(micro, x) if stage else x
         sharing.use(micro)
         self.module.split_tokens = sharing.length() if stage else 0
-        output = self.module(given, stage, micro)
+        with inputs_on_host(self.settings.activation_checkpointing.cpu_checkpointing):
+            output = self.module(given, stage, micro)
         if not last:
             return sharing.pack(micro, output)
         if micro not in self._factors:

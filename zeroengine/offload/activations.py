@@ -29,7 +29,7 @@ class Moved(Protocol):
     def unpack(self) -> Tensor: ...
 
 
-class _OnHost:
+class OnHost:
     """A copy in memory of the host, page-locked if so wanted."""
 
     def __init__(self, tensor: Tensor, pin: bool) -> None:
@@ -98,7 +98,7 @@ class ActivationsOnHost(_Activations):
         self._pin = pin
 
     def move(self, tensor: Tensor) -> Moved:
-        return _OnHost(tensor, self._pin) if tensor.device.type != "cpu" else SavedOther(tensor)
+        return OnHost(tensor, self._pin) if tensor.device.type != "cpu" else SavedOther(tensor)
 
 
 class ActivationsOnDisk(_Activations):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from zeroengine.errors import ModelError
+from zeroengine.offload.inputs import recomputed
 from zeroengine.parallel.segments import Segment
 from zeroengine.pipeline.layers import (
     FunctionLayer,
@@ -163,7 +163,7 @@ class PipelineModule(nn.Module):
             return self._run_layers(x, start, end, micro)
         for first in range(start, end, each):
             last = min(first + each, end)
-            x = checkpoint(self._run_layers, x, first, last, micro, use_reentrant=False)
+            x = recomputed(self._run_layers, x, first, last, micro)
         return x
 
     def _run_layers(self, x: Any, start: int, end: int, micro: int) -> Any:

@@ -7,26 +7,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zeroengine.errors import ConfigError
+from zeroengine.offload.inputs import inputs_on_host, recomputed
 
-_MEMORY = ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu")
+_MEMORY = ("partition_activations", "contiguous_checkpointing")
 
 
 class _Settings:
-    """Whether `configure` was called; scripts ask."""
+    """Whether `configure` was called, which scripts ask, and whether saved inputs wait on the host."""
 
     def __init__(self) -> None:
-        self.configured = False
+        self.configured = self.on_host = False
 
 
 _settings = _Settings()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs `function(*args)` without keeping its activations, and again in backward, with the same random numbers."""
-    return torch_checkpoint(function, *args, use_reentrant=False)
+    """Runs `function(*args)` without keeping its activations, and again in backward, with the same random numbers. `args` wait
+    for that on the host if `configure` or the engine's configuration says so."""
+    with inputs_on_host(_settings.on_host):
+        return recomputed(function, *args)
 
 
 non_reentrant_checkpoint = checkpoint
@@ -46,12 +48,15 @@ def configure(
     contiguous_checkpointing: bool | None = None, num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None,
     synchronize: bool | None = None, profile: bool | None = None,
 ) -> None:  # fmt: skip
-    """Accepted; what would keep the saved inputs elsewhere is refused."""
-    asked = dict(zip(_MEMORY, (partition_activations, contiguous_checkpointing, checkpoint_in_cpu), strict=True))
+    """`checkpoint_in_cpu` keeps saved inputs on the host; the other ways of keeping them are refused. What a configuration says
+    of them counts in the engine that it is given to."""
+    asked = dict(zip(_MEMORY, (partition_activations, contiguous_checkpointing), strict=True))
     for name, value in asked.items():
         if value:
             raise ConfigError(f"deepspeed.checkpointing.configure({name}=True): saved inputs stay where they are made; leave it out")
     _settings.configured = True
+    if checkpoint_in_cpu is not None:
+        _settings.on_host = checkpoint_in_cpu
 
 
 def is_configured() -> bool:
