@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.engine.models import TinyLM, config, tokens
 
@@ -85,11 +86,12 @@ def observed(rank: int, world: int, folder: str) -> dict[str, Any]:
         engine = make(stage, **everything(here, stage))
         same = train(engine, rank) == losses
         left = _hooks(engine)
+        modes = len(_get_current_dispatch_mode_stack())
         profile = next(o for o in engine.watch.observers if type(o).__name__ == "FlopsProfiler").result
         engine.monitor.write_events([("Mine/value", 2.5, engine.global_samples)])
         report = engine.report()
         found[str(stage)] = {
-            "same": same, "losses": losses, "hooks": hooks, "hooks left": left, "unheard": unheard,
+            "same": same, "losses": losses, "hooks": hooks, "hooks left": left, "modes": modes, "unheard": unheard,
             "summary": engine.log_summary(show_straggler=True), "report": json.loads(report.json()), "text": report.text(),
             "page": report.html(), "lines": list(heard.lines), "enabled": engine.monitor.enabled, "total": vars(profile.total),
             "mfu": profile.mfu, "norm": engine.get_global_grad_norm(), "rates": engine.get_lr(), "samples": engine.global_samples,

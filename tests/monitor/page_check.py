@@ -8,9 +8,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 _VOID = {"meta", "br", "line", "rect", "circle", "polyline", "polygon"}
-_UNITS = {
-    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "K": 1e3, "M": 1e6, "G": 1e9, "": 1.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6,
-    "%": 0.01, "x": 1.0,
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
+_UNITS: dict[str, dict[str, float]] = {
+    "bytes": {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    "seconds": {"s": 1.0, "ms": 1e-3, "µs": 1e-6},
+    "counts": _COUNTS, "number": {"": 1.0}, "mean": {"": 1.0}, "share": {"%": 0.01}, "factor": {"x": 1.0},
 }  # fmt: skip
 
 
@@ -90,9 +92,9 @@ def faults(page: str, document: Any) -> list[str]:
                 found.append(f"{path}: {text!r} is not {value!r}")
             continue
         match = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)\s*(\S*)", text)
-        if match is None or match[2] not in _UNITS:
-            found.append(f"{path}: {text!r} is no number")
-        elif abs(float(match[1]) * _UNITS[match[2]] - value) > 6e-4 * max(abs(value), 1e-12) + (6e-4 if how == "share" else 0) + (
+        if match is None or match[2] not in _UNITS[how]:
+            found.append(f"{path}: {text!r} are no {how}")
+        elif abs(float(match[1]) * _UNITS[how][match[2]] - value) > 6e-4 * max(abs(value), 1e-12) + (6e-4 if how == "share" else 0) + (
             6e-3 * abs(value) if how == "factor" else 0
         ):
             found.append(f"{path}: {text!r} is not {value!r}")
