@@ -32,7 +32,7 @@ class TorchCommunicator:
 
     With `shared`, collectives go through memory that the ranks share, and the comparison rides on their first meeting;
     `group` then carries sends and receives. With `simulate` (torch's `fake` backend) operations run at once in the caller,
-    without threads and checks.
+    without threads and checks, and tensors of the meta device are counted only.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class TorchCommunicator:
         self._group: dist.ProcessGroup | None = group
         self._transport: Transport | SharedTransport | TwoLevelTransport
         self._transport = shared or (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
+        self._simulates = simulate
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
         if watch is not None:
@@ -179,6 +180,8 @@ class TorchCommunicator:
         self._check_usable(mark.subject, *tensors)
         if self._lane is not None:
             return self._lane.submit(mark, partial(self._complete, run))
+        if any(t.is_meta for t in tensors):
+            return Finished()
         with torch.inference_mode():
             run()
         return Finished()
@@ -196,7 +199,8 @@ class TorchCommunicator:
         if self._group is None:
             raise RuntimeError(f"communicator {self.name!r} is closed ({subject})")
         for t in tensors:
-            checks.require(t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject)
+            usable = t.device.type == "cpu" or (self._simulates and t.is_meta)
+            checks.require(usable, f"a CPU communicator was given a {t.device} tensor", self.name, subject)
 
     def _count(self, kind: str, nbytes: int) -> None:
         self.traffic.count(kind, checks.sent_share(nbytes, self.size))

@@ -99,23 +99,32 @@ class Placement:
             return shard, Memory()
         if shard.device.type != "cpu":
             shard = on_host(shard, rule.pin)
-        self._resident += shard.numel()
-        if rule.tier == "cpu" or self._resident <= rule.resident:
+        if self.keeps_values(shard.numel()):
             return shard, Memory()
         return shard, self._stores["params"].record(subject, members)
+
+    def keeps_values(self, numel: int) -> bool:
+        """Whether the next shard, of `numel` elements, stays in memory. Once for each, in order."""
+        self._resident += numel
+        return self.values_rule.tier != "nvme" or self._resident <= self.values_rule.resident
 
     # --- masters and optimizer state ------------------------------------------------------------------------------
 
     def choose(self, index: int, numel: int, subject: str) -> bool:
         """Decides for bucket `index` of `numel` elements whether its state leaves the device. Once for each, in order."""
+        away = self.moves_state(numel)
+        if away:
+            self._on_host.add(index)
+        if away and self.state_rule.tier == "nvme":
+            self._homes[index] = self._stores["optimizer"].record(subject, tuple)
+        return away
+
+    def moves_state(self, numel: int) -> bool:
+        """Whether the state of the next bucket, of `numel` elements, leaves the device. Once for each, in order."""
         rule = self.state_rule
         self._seen += numel
         away = rule.tier != "none" and self._moved + numel / 2 <= rule.ratio * self._seen
-        if away:
-            self._moved += numel
-            self._on_host.add(index)
-        if away and rule.tier == "nvme":
-            self._homes[index] = self._stores["optimizer"].record(subject, tuple)
+        self._moved += numel if away else 0
         return away
 
     def state(self, index: int) -> Home:

@@ -76,6 +76,13 @@ class SharedSequences:
         inputs = dict(bound.arguments)
         inputs.update(inputs.pop("kwargs", {}))
         check_same_batch({k: v for k, v in inputs.items() if v is not None}, self._same)
+        return self._run(model, inputs)
+
+    def rehearse(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """The forward on tensors without values, one document each."""
+        return self._run(model, dict(inputs))
+
+    def _run(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         batch, length = _shape(inputs)
         layout = self.group.layout(length)
         targets = self._targets(inputs.pop("labels", None))
@@ -170,6 +177,8 @@ def _documents(inputs: Mapping[str, Any], batch: int, length: int) -> Tensor | N
         raise ConfigError(
             f"attention_mask must be [{batch}, {length}] with mesh.cp > 1; it was {getattr(mask, 'shape', type(mask).__name__)}"
         )
+    if mask is None and positions is None:
+        return None
     documents = torch.zeros(1, length, dtype=torch.int64)
     if positions is not None:
         documents = documents_from_positions(positions.detach().cpu().reshape(-1, length))
