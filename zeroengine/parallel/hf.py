@@ -76,13 +76,16 @@ class SharedSequences:
         inputs = dict(bound.arguments)
         inputs.update(inputs.pop("kwargs", {}))
         check_same_batch({k: v for k, v in inputs.items() if v is not None}, self._same)
-        return self._run(model, inputs)
+        return self._run(model, inputs, self._mean)
 
     def rehearse(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        """The forward on tensors without values, one document each."""
-        return self._run(model, dict(inputs))
+        """The forward on tensors without values, one document each; its loss is not averaged over ranks."""
+        return self._run(model, dict(inputs), lambda total, targets: total)
 
-    def _run(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    def _mean(self, total: Tensor, targets: Tensor) -> Tensor:
+        return mean_over_ranks(total, (targets != IGNORED).sum(), self._ranks, self._factor)
+
+    def _run(self, model: nn.Module, inputs: dict[str, Any], mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
         batch, length = _shape(inputs)
         layout = self.group.layout(length)
         targets = self._targets(inputs.pop("labels", None))
@@ -106,7 +109,7 @@ class SharedSequences:
                 "set mesh.cp to 1"
             )
         if targets is not None:
-            output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED))
+            output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED), mean)
         if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             self._note_open(output)
         return output
@@ -145,14 +148,13 @@ class SharedSequences:
             )
         return layout.shard(value, self.group.rank)
 
-    def _with_loss(self, output: Any, targets: Tensor) -> Any:
+    def _with_loss(self, output: Any, targets: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
         logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None or logits.dim() != 3:
             raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
         if getattr(output, "aux_loss", None) is not None:
             raise ModelError("the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False")
-        count = (targets != IGNORED).sum()
-        output["loss"] = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
+        output["loss"] = mean(self._total(logits, targets), targets)
         return output
 
 

@@ -139,10 +139,11 @@ class Workshop:
 
 def recompute(model: nn.Module) -> None:
     """Lets a model keep the inputs of its blocks only. Raises `ModelError` where it cannot."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if not callable(enable):
-        raise ModelError(f"{type(model).__name__} has no gradient_checkpointing_enable(): its blocks cannot be recomputed by a plan")
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
+    names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the second in transformers 4
+    enable = next((getattr(model, n) for n in names if callable(getattr(model, n, None))), None)
+    if enable is None:
+        raise ModelError(f"{type(model).__name__} has no {names[0]}(): its blocks cannot be recomputed by a plan")
+    enable()
 
 
 def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
