@@ -1,10 +1,13 @@
-"""Runs a test function on several ranks, each a fresh process, with its own bound in time.
+"""Runs a test function on several ranks, each a process of its own, with its own bound in time.
 
     def _job(rank: int, world: int, arg: int) -> float: ...   # module level: it is pickled by name
     results = run_ranks(_job, 3, 7)                             # [value of rank 0, of rank 1, of rank 2]
 
 A rank that raises makes `run_ranks` raise `RanksFailed` with every rank's traceback. `failures=True` returns the
 outcomes instead, for tests of errors: one `Outcome` a rank.
+
+Ranks are forked from a server that has imported torch and this package and has done nothing else, for importing them takes
+longer than most tests. What reads an environment variable while it is imported must not be tested with `env`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-_ctx = multiprocessing.get_context("spawn")
+_ctx = multiprocessing.get_context("forkserver")
+_ctx.set_forkserver_preload(["torch", "torch.distributed", "zeroengine", "tests.ranks"])
 
 
 class RanksFailed(AssertionError):
