@@ -48,7 +48,7 @@ def _gpu(name: str, memory: float, peak: float, peak32: float, rate: float, insi
     """`peak`: dense 16-bit FLOPs of the data sheet. Half of it is what large models reach (Narayanan et al. 2021: 44 to 52 %), of
     links four fifths."""
     return Hardware(
-        name, "cuda", memory, 0.5 * peak, 0.5 * peak32, 0.8 * rate, 2e11 / 8, 0.8 * inside, 0.8 * between, 1e-5, 2e-5, 2e10, 5e9 / 8, 5e-6,
+        name, "cuda", memory, 0.5 * peak, 0.5 * peak32, 0.8 * rate, 25e9, 0.8 * inside, 0.8 * between, 1e-5, 2e-5, 20e9, 0.6e9, 5e-6,
         source=source,
     )  # fmt: skip
 

@@ -141,8 +141,6 @@ class Choices:
         shard = job.ranks // (pp * tp * cp * replicas)
         for ep in self.ep:
             for stage in self.stages:
-                if stage == 3 and pp > 1:  # weights are gathered for every micro-batch: never the best
-                    continue
                 for micro in self.micro:
                     if job.batch % (micro * shard * replicas):
                         continue

@@ -65,7 +65,10 @@ def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: in
     found = []
     known: dict[Any, tuple[Pass, Any]] = {}
     for s in range(len(first.module.placement)):
-        counted, output = _one_stage(by_stage[s], source, s, tree, labels, known)
+        if s in by_stage:
+            counted, output = _one_stage(by_stage[s], source, s, tree, labels, known)
+        else:  # of a rank that was left out: as the stage before it
+            counted, output = found[-1].counted, tree
         forward = 0.0 if output is None else float(layout_of(output)[0].numel + MESSAGE_TRAILER)
         backward = float(layout_of(leaves_with_grad(tree))[0].numel + MESSAGE_TRAILER) if s else 0.0
         found.append(StagePass(s, counted, forward, backward))

@@ -56,13 +56,15 @@ class PaperRank:
     sequences: SharedSequences | None = None
     experts: ExpertParallel | None = None
 
-    def facts(self, device: torch.device) -> tuple[list[BucketFacts], int]:
-        """The buckets as the engine would build them on `device`, and the bytes of parameters in none."""
-        groups = groups_of(self.mesh)
-        rule = sharding_rule(self.settings)
+    def facts(self, device: torch.device, settings: Config | None = None, mesh: Mesh | None = None) -> tuple[list[BucketFacts], int]:
+        """The buckets as the engine would build them on `device`, and the bytes of parameters in none. `settings` and `mesh`: others
+        that share layers, experts and stages in the same way."""
+        settings = settings if settings is not None else self.settings
+        groups = groups_of(mesh if mesh is not None else self.mesh)
+        rule = sharding_rule(settings)
         if isinstance(self.module, PipelineModule):
             rule = replace(rule, part=self.module.part_of)
-        state, values = offload_rules(self.settings)
+        state, values = offload_rules(settings)
         placement = Placement(device, self.rank, state, values)
         moves = device.type != "cpu"
         found, loose = [], 0
@@ -77,7 +79,7 @@ class PaperRank:
             found.append(
                 BucketFacts(
                     layout=layout, dtype=laid.dtype, policy=policy, rank=laid.group.params.rank, replicas=laid.group.replicas.size,
-                    rule=gradient_rule(self.settings, laid.dtype, groups.data_parallel_size) if laid.trainable else None,
+                    rule=gradient_rule(settings, laid.dtype, groups.data_parallel_size) if laid.trainable else None,
                     kind=laid.group.params.name, values_in_memory=not policy.shard_params or placement.keeps_values(layout.shard_numel),
                     state_in_memory=not (away and state.tier == "nvme"), apart=away and moves and not there,
                     values_on_host=there, state_on_host=away and moves,
