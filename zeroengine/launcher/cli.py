@@ -36,7 +36,9 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command("writes a checkpoint's weights as model files", "zeroengine.checkpoint.commands:export"),
     "inspect": Command("says what is in a checkpoint", "zeroengine.checkpoint.commands:inspect"),
     "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),
-    "plan": Command("which layouts of a job fit, and how long a step takes: plan --model FOLDER --gpus 64", "zeroengine.planner.command:run"),
+    "plan": Command(
+        "which layouts of a job fit, and how long a step takes: plan --model FOLDER --gpus 64", "zeroengine.planner.command:run"
+    ),
     "schedule": Command("checks, simulates and draws a pipeline schedule", "zeroengine.pipeline.command:run"),
 }
 

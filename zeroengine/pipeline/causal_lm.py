@@ -245,6 +245,6 @@ def split_causal_lm(
     partition_method: PartitionMethod = "uniform", stage_rank: int | None = None,
 ) -> PipelinedCausalLM:  # fmt: skip
     """Cuts a Hugging Face causal LM, whole in memory on every rank, into `num_stages` ranks' stages at its list of blocks.
-    `partition_method` weighs blocks; `stage_rank`: whose stages to keep, for a plan (default: this process'). The stages are compared with the whole model first; raises `ModelError` where they
-    differ."""
+    `partition_method` weighs blocks; `stage_rank`: whose stages to keep, for a plan (default: this process'). The stages are
+    compared with the whole model first; raises `ModelError` where they differ."""
     return PipelinedCausalLM(model, num_stages, schedule, virtual_stages, partition_method, stage_rank)

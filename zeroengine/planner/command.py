@@ -33,7 +33,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="zerorun plan", description="Works out memory, traffic and time of every legal layout of a job.", allow_abbrev=False)
+    parser = _Parser(
+        prog="zerorun plan", description="Works out memory, traffic and time of every legal layout of a job.", allow_abbrev=False
+    )
     job = parser.add_argument_group("the job")
     add = job.add_argument
     add("--model", help="folder with config.json, its path, a model type of transformers, or python:package.module:factory")
@@ -69,7 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--choose", type=int, default=1, help="another row of the table than the first")
     add("--json", action="store_true", help="for programs")
     add("--measure", default=None, metavar="FILE", help="measures this machine for --gpus ranks, writes FILE, and ends")
-    add("--dry-run", action="store_true", help="builds mesh, layers and buckets of the one layout that the options leave, on the meta device")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="builds mesh, layers and buckets of the one layout that the options leave, on the meta device",
+    )
     return parser
 
 
@@ -137,8 +143,8 @@ def _job(given: argparse.Namespace, source: ModelSource) -> Job:
 
 def _choices(given: argparse.Namespace) -> Choices:
     return Choices(
-        given.pp, given.dp_replicate, given.cp, given.tp, given.ep, given.stage, given.micro_batch, tuple(w == "yes" for w in given.recompute),
-        given.offload, given.schedule, tuple(w == "yes" for w in given.split_sequences), given.attention,
+        given.pp, given.dp_replicate, given.cp, given.tp, given.ep, given.stage, given.micro_batch,
+        tuple(w == "yes" for w in given.recompute), given.offload, given.schedule, tuple(w == "yes" for w in given.split_sequences), given.attention,
     )  # fmt: skip
 
 
@@ -164,7 +170,8 @@ def _overrides(pairs: Iterable[str]) -> dict[str, Any]:
 
 def _tell(found: Found, job: Job, given: argparse.Namespace, write: Callable[[str], object]) -> None:
     hardware: Hardware = job.hardware
-    write(f"{given.model}: {job.ranks} ranks of {job.memory / 1e9:.0f} GB, {job.batch} sequences of {job.sequence} tokens a step, {job.dtype}\n")
+    batch = f"{job.batch} sequences of {job.sequence} tokens a step, {job.dtype}"
+    write(f"{given.model}: {job.ranks} ranks of {job.memory / 1e9:.0f} GB, {batch}\n")
     write(f"{hardware.name}: {hardware.source}\n\n")
     if found.fitting:
         write(_drawn(*table(found.fitting, given.top)) + "\n\n")

@@ -93,7 +93,7 @@ def find_hardware(text: str) -> Hardware:
 
 
 def parse_memory(text: str) -> float:
-    """"80GB", "16GiB", "512MiB" or a number, in bytes. Raises `ConfigError`."""
+    """ "80GB", "16GiB", "512MiB" or a number, in bytes. Raises `ConfigError`."""
     units = {"GIB": 2**30, "MIB": 2**20, "TIB": 2**40, "GB": 1e9, "MB": 1e6, "TB": 1e12, "B": 1.0}
     upper = text.strip().upper()
     for unit, factor in units.items():

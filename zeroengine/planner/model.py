@@ -22,7 +22,8 @@ from zeroengine.pipeline.module import PipelineModule
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model comes from: `make(**options)` builds it on the device in force. `options`: names of
-    those that it takes; with `num_stages` and `stage_rank` it returns a `PipelineModule`. `inputs(batch, sequence)` makes the arguments of its forward."""
+    those that it takes; with `num_stages` and `stage_rank` it returns a `PipelineModule`. `inputs(batch, sequence)` makes the
+    arguments of its forward."""
 
     name: str
     make: Callable[..., nn.Module]

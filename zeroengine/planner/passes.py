@@ -79,8 +79,9 @@ class Ledger(TorchDispatchMode):
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self.touched += sum(map(_bytes, (*inputs, *outputs)))
             self.operations += 1
-        for t in outputs:
-            self._see(t)
+        if not func.is_view and not func._schema.is_mutable:  # memory that was there is not made by a view or a write
+            for t in outputs:
+                self._see(t)
         self.peak = max(self.peak, self.alive())
         return out
 
@@ -118,7 +119,9 @@ def _bytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def count_pass(run: Callable[[], Iterable[Tensor]], parameters: Iterable[torch.nn.Parameter], inputs: Iterable[Tensor], fabric: PaperFabric) -> Pass:
+def count_pass(
+    run: Callable[[], Iterable[Tensor]], parameters: Iterable[torch.nn.Parameter], inputs: Iterable[Tensor], fabric: PaperFabric
+) -> Pass:
     """Runs `run`, which makes the outputs of a stage, and their backward, and counts. Gradients of parameters go as soon as
     they are made, as the engine's hooks take them."""
     params = list(parameters)

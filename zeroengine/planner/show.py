@@ -33,8 +33,8 @@ def table(plans: Sequence[Plan], limit: int) -> tuple[list[str], list[list[str]]
     for i, plan in enumerate(plans[:limit], 1):
         kinds = plan.fullest.memory.kinds()
         rows.append([
-            str(i), plan.layout.show(), size(plan.fullest.memory.total), *(size(kinds[k]) for k in _KINDS), size(kinds["host"] + kinds["disk"]),
-            seconds(plan.time.total), f"{plan.time.bubble:.0%}", size(sum(plan.traffic().values())),
+            str(i), plan.layout.show(), size(plan.fullest.memory.total), *(size(kinds[k]) for k in _KINDS),
+            size(kinds["host"] + kinds["disk"]), seconds(plan.time.total), f"{plan.time.bubble:.0%}", size(sum(plan.traffic().values())),
         ])  # fmt: skip
     return titles, rows
 
@@ -54,8 +54,9 @@ def in_full(plan: Plan, hardware: Hardware) -> Iterator[str]:
     for kind, nbytes in full.memory.kinds().items():
         if nbytes:
             yield f"            {kind:<12} {size(nbytes):>10}"
-    yield f"step        {seconds(time.total)}: computation and layers {seconds(time.pipeline)} (collectives inside layers {seconds(time.inside)}, "
-    yield f"            idle {time.bubble:.1%}), gradients and values that nothing hides {seconds(time.exposed)}, update {seconds(time.update)}"
+    yield f"step        {seconds(time.total)}: computation and layers {seconds(time.pipeline)}"
+    yield f"            (collectives inside layers {seconds(time.inside)}, idle {time.bubble:.1%}),"
+    yield f"            gradients and values that nothing hides {seconds(time.exposed)}, update {seconds(time.update)}"
     yield "sent        bytes of a step by each rank of the pipeline rank that sends most:"
     busiest = max(plan.ranks, key=lambda r: sum(r.sent.values()))
     for name, nbytes in sorted(busiest.sent.items()):
@@ -76,14 +77,16 @@ def placement(traffic: dict[str, float], degrees: Degrees, hardware: Hardware, e
     inside = [d for d in order if is_inside(degrees, d, hardware, ep)]
     odd = [(o, i) for o in outside for i in inside if traffic[o] > traffic[i]]
     for o, i in odd:
-        yield f"            note: {o} sends more ({size(traffic[o])}) between nodes than {i} ({size(traffic[i])}) inside; the mesh's order is fixed"
+        more = f"{o} sends more between nodes ({size(traffic[o])}) than {i} inside ({size(traffic[i])})"
+        yield f"            note: {more}; the mesh's order is fixed"
     if not odd:
         yield "            the rule holds: nothing between nodes sends more than what is inside"
 
 
 def summary(found: Found) -> Iterator[str]:
     """How many layouts there were, and what was in the way of the others."""
-    yield f"{found.tried} layouts: {len(found.fitting)} fit, {len(found.too_large)} are too large, {len(found.refused)} are refused by the engine"
+    counts = f"{len(found.fitting)} fit, {len(found.too_large)} are too large, {len(found.refused)} are refused by the engine"
+    yield f"{found.tried} layouts: {counts}"
     for plan in found.too_large[:3]:
         yield f"  too large   {plan.layout.show()}: {plan.why_not}"
     for why, count in found.reasons()[:_SHOWN_REASONS]:

@@ -129,9 +129,7 @@ class Workshop:
         sequences = share_sequences(model, settings, mesh, layers)
         if shape.ranks > 1 and not isinstance(model, PipelineModule):
             with source.fake:
-                model = split_causal_lm(
-                    model, shape.ranks, schedule=shape.schedule, virtual_stages=shape.virtual_stages, stage_rank=place
-                )
+                model = split_causal_lm(model, shape.ranks, schedule=shape.schedule, virtual_stages=shape.virtual_stages, stage_rank=place)
         members = groups_of(mesh)
         experts = spread_experts(model, settings, mesh, members, stage=shape.ranks > 1)
         with source.fake:

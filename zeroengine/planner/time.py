@@ -77,7 +77,9 @@ def computing_time(counted: Pass, hardware: Hardware, wide: bool) -> tuple[float
     """(forward, backward) seconds of one micro-batch's computation."""
     rate = hardware.flops32 if wide else hardware.flops
     share = counted.forward_touched / counted.touched if counted.touched else 0.5
-    forward = counted.forward_flops / rate + counted.forward_touched / hardware.memory_rate + hardware.operation * counted.operations * share
+    forward = (
+        counted.forward_flops / rate + counted.forward_touched / hardware.memory_rate + hardware.operation * counted.operations * share
+    )
     every = counted.flops / rate + counted.touched / hardware.memory_rate + hardware.operation * counted.operations
     return forward, every - forward
 
