@@ -86,7 +86,7 @@ def _whole(rank: PaperRank, source: ModelSource, given: dict[str, Tensor]) -> Pa
     def run() -> Iterable[Tensor]:
         arguments = {**given, **({"use_cache": False} if hasattr(model, "config") else {})}
         output = model(**arguments) if rank.sequences is None else rank.sequences.rehearse(model, arguments)
-        return [_loss(output)]
+        return [loss_of(output)]
 
     with source.fake:
         return _over_blocks(model, _blocks(model), lambda: count_pass(run, model.parameters(), given.values(), rank.fabric))
@@ -182,7 +182,7 @@ def _over_blocks(model: nn.Module, blocks: _Blocks | None, count: Callable[[], P
     return total
 
 
-def _loss(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
     """What backward starts from: a tensor, or the `loss` of a mapping or an object."""
     found = output if isinstance(output, Tensor) else output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(found, Tensor) or found.numel() != 1:

@@ -20,12 +20,12 @@ from zeroengine.engine.parallel import share_layers, share_sequences
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import logger
 from zeroengine.mesh import Mesh
-from zeroengine.moe.dispatch import Dispatcher, Order, Route
+from zeroengine.moe.dispatch import Dispatcher, Route
 from zeroengine.moe.group import ExpertGroup
 from zeroengine.moe.hf import convert
 from zeroengine.moe.plan import place_experts, slot_counts
 from zeroengine.moe.statistics import Statistics
-from zeroengine.offload.placement import Placement
+from zeroengine.offload.placement import Places
 from zeroengine.parallel.hf import SharedSequences
 from zeroengine.pipeline.causal_lm import split_causal_lm
 from zeroengine.pipeline.module import PipelineModule
@@ -65,7 +65,7 @@ class PaperRank:
         if isinstance(self.module, PipelineModule):
             rule = replace(rule, part=self.module.part_of)
         state, values = offload_rules(settings)
-        placement = Placement(device, self.rank, state, values)
+        placement = Places(device, state, values)
         moves = device.type != "cpu"
         found, loose = [], 0
         for laid in lay_out(self.module, rule, groups):
@@ -168,10 +168,10 @@ class EvenDispatcher(Dispatcher):
     def route(self, index: torch.Tensor, keep: torch.Tensor | None = None) -> Route:
         tokens, k = index.shape
         with unset_fake_temporarily():
-            return even_route(self, tokens, k)
+            return even_route(self, tokens, k, index.device)
 
 
-def even_route(dispatcher: EvenDispatcher, tokens: int, k: int) -> Route:
+def even_route(dispatcher: EvenDispatcher, tokens: int, k: int, device: torch.device) -> Route:
     """Assignment i of each rank goes to expert i modulo their number."""
     group, number = dispatcher.group, dispatcher.num_experts
     experts = torch.arange(tokens * k) % number
@@ -179,11 +179,10 @@ def even_route(dispatcher: EvenDispatcher, tokens: int, k: int) -> Route:
     counts = torch.bincount(experts, minlength=number).repeat(group.size, 1)
     placement = place_experts(counts.sum(0).tolist(), _without_copies(group))
     table = slot_counts(counts, placement)
-    hops, arrived = dispatcher._hops(table, placement, torch.device("cpu"))
+    hops, arrived = dispatcher._hops(table, placement, device)
     begin = placement.first[group.rank]
     here = table[:, begin : begin + len(placement.slots[group.rank])]
-    cpu = Order.of(arrived.forward, torch.device("cpu"))
-    return Route(tokens, k, order, hops, cpu, here.sum(0).tolist(), placement, counts.sum(0))
+    return Route(tokens, k, order.to(device), hops, arrived, here.sum(0).tolist(), placement, counts.sum(0))
 
 
 def _without_copies(group: ExpertGroup) -> ExpertGroup:
