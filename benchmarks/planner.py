@@ -118,13 +118,12 @@ def compare(case: Case, plan: Plan, answers: list[dict[str, Any]]) -> dict[str, 
 
 
 def show(found: list[dict[str, Any]]) -> str:
-    rows = [
-        [
-            f["name"], str(f["ranks"]), f"{f['planned'] / 1e6:.2f}", f"{f['measured'] / 1e6:.2f}", f"{f['memory_error']:.2%}",
-            f"{f['bytes']:,.0f}", "equal" if f["bytes_equal"] else "DIFFER", f"{1e3 * f['planned_seconds']:.0f}", f"{1e3 * f['seconds']:.0f}",
-        ]
-        for f in found
-    ]  # fmt: skip
+    rows = []
+    for f in found:
+        error, equal = f"{f['memory_error']:.2%}", "equal" if f["bytes_equal"] else "DIFFER"
+        megabytes = (f"{f[name] / 1e6:.2f}" for name in ("planned", "measured"))
+        times = (f"{1e3 * f[name]:.0f}" for name in ("planned_seconds", "seconds"))
+        rows.append([f["name"], str(f["ranks"]), *megabytes, error, f"{f['bytes']:,.0f}", equal, *times])
     titles = ["configuration", "ranks", "planned MB", "measured MB", "error", "bytes planned", "bytes", "step ms planned", "measured"]
     text = table(titles, rows)
     tau = kendall([f["planned_seconds"] for f in found], [f["seconds"] for f in found])

@@ -115,7 +115,7 @@ class Mesh:
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
     always over CPU tensors. `device_mesh`: torch's; None where there are no processes. `tensor` joins the ranks that share each
     layer (`tensor_control` over CPU tensors), `same_sample` those that share layers or a sequence and must be given the same
-    batch, over CPU tensors.
+    batch, over CPU tensors. `everyone` joins all ranks, over CPU tensors.
     """
 
     degrees: Degrees
@@ -130,6 +130,11 @@ class Mesh:
     tensor_control: AnyCommunicator
     same_sample: AnyCommunicator
     experts: ExpertRanks | None = None
+    job: AnyCommunicator | None = None  # where `control` does not join all ranks
+
+    @property
+    def everyone(self) -> AnyCommunicator:
+        return self.job or self.control
 
     @staticmethod
     def over(fabric: Fabric, degrees: Degrees, device_mesh: DeviceMesh | None, ep: int = 1) -> Mesh:
@@ -149,6 +154,7 @@ class Mesh:
             tensor_control=make("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
             same_sample=make("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
             experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
+            job=make("everyone", control=True) if degrees.pp * degrees.tp > 1 else None,
         )
 
     def coordinate(self, dim: str) -> int:

@@ -15,15 +15,17 @@ KINDS = ("llama", "qwen", "gpt2", "gemma", "bert")
 Losses = tuple[list[float], list[float]]
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str, layers: int = 2) -> nn.Module:
     """A model in fp32 (fp64 if its name ends in 64) without dropout, the same in every process. "packed" is a llama with packed
-    documents in its batches, "again" one whose blocks are computed again in backward."""
+    documents in its batches, "again" one whose blocks are computed again in backward, "gpt2x4" one of four blocks."""
     import transformers as hf
 
     if kind.endswith("64"):
         return build(kind.removesuffix("64")).double()
     if kind == "packed":
         return build("llama")
+    if kind == "gpt2x4":
+        return build("gpt2", layers=4)
     if kind == "again":
         model = build("llama")
         model.activation_checkpointing_enable()  # type: ignore[operator]
@@ -57,7 +59,7 @@ def build(kind: str) -> nn.Module:
     elif kind == "gpt2":
         model = hf.GPT2LMHeadModel(
             hf.GPT2Config(
-                vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+                vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
             )  # fmt: skip
         )
     elif kind == "opt":

@@ -115,7 +115,6 @@ def _refused(rank: int, world: int) -> list[str]:
     """What is said about each, and that the model can be given again afterwards."""
     import zeroengine
     from zeroengine.errors import ConfigError, ModelError
-    from zeroengine.pipe import PipelineModule
 
     said = []
     for changes, _ in REFUSED:
@@ -127,9 +126,6 @@ def _refused(rank: int, world: int) -> list[str]:
         said.append(str(refused.value))
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert not any("Parallel" in type(m).__name__ or type(m).__name__.startswith("Column") for m in model.modules())
-    with pytest.raises(ConfigError, match=r"mesh.cp 1 and mesh.tp 2 with 2 pipeline stages"):
-        stages = PipelineModule([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)], num_stages=2)
-        zeroengine.initialize(model=stages, config=settings(1, mesh={"tp": 2}))
     with pytest.raises(ModelError) as other:
         zeroengine.initialize(model=torch.nn.Linear(4, 4), config=settings(1, mesh={"cp": 2}))
     said.append(str(other.value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_a_pipelined_hugging_face_model_and_the_whole_one_load_each_other(tmp_pa
     from safetensors.torch import load_file
 
     exported = load_file(d / "out" / "model.safetensors")
+    for folder in (d / "out", d / "two" / "live"):
+        written = json.loads((folder / "config.json").read_text())
+        assert written["architectures"] == ["LlamaForCausalLM"] and written["num_hidden_layers"] == 5
     assert set(exported) >= set(saved) - {"lm_head.weight"}
     assert all(torch.equal(exported[n], saved[n]) for n in exported)
     live = {n: t for f in (d / "two" / "live").glob("*.safetensors") for n, t in load_file(f).items()}

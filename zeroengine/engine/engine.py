@@ -29,6 +29,7 @@ from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
 from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
+from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
@@ -56,7 +57,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         mechanism: Mechanism,
         lr_scheduler: Any,
         loader: EngineLoader | None,
-        sequences: SharedSequences | None = None,
+        sequences: SharedSequences | StageSequences | None = None,
         layers: TensorParallel | None = None,
         experts: ExpertParallel | None = None,
     ) -> None:
@@ -98,7 +99,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         with self._times.phase("forward"):
-            if self.sequences is not None:
+            if isinstance(self.sequences, SharedSequences):
                 return self.sequences.run(self.module, args, kwargs)
             check_same_batch((args, kwargs), self.mesh.same_sample)
             return self.module(*args, **kwargs)

@@ -21,7 +21,7 @@ from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
 from zeroengine.engine.memory import check_memory
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
-from zeroengine.engine.pipeline import initialize_pipeline
+from zeroengine.engine.pipeline_initialize import cut_model, initialize_pipeline, local_parameters
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Degrees, Mesh, build_mesh
@@ -68,7 +68,8 @@ def initialize(
     `args.deepspeed_config`. `optimizer`: a torch optimizer over the model's parameters, or a callable that makes one over
     parameter groups; it wins over the config's section. `model_parameters`: parameters or group dicts to train.
     `lr_scheduler`: a scheduler built on `optimizer`, or a callable that takes the optimizer. `training_data`: a dataset
-    from which each rank gets its part. `mesh`: one that several engines share; made from the config otherwise.
+    from which each rank gets its part. `mesh`: one that several engines share; made from the config otherwise. With `mesh.pp`
+    over 1 the model is a `PipelineModule`, or a transformers causal LM, which is cut at its list of blocks.
 
     Without any optimizer the engine is for evaluation. Raises `ConfigError` and `ModelError` on every rank.
     """
@@ -82,6 +83,10 @@ def initialize(
     _check_places(settings, device)
     _check_folders(settings)
     owns_mesh = mesh is None
+    stages = mesh.degrees.pp if mesh is not None else settings.mesh.pp
+    if stages > 1 and not isinstance(model, PipelineModule):
+        model = cut_model(model, stages, optimizer)
+        model_parameters = local_parameters(model, model_parameters)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
     if isinstance(model, PipelineModule):
@@ -117,7 +122,7 @@ def _initialize(
     try:
         sequences = share_sequences(model, settings, mesh, layers)
         experts = spread_experts(model, settings, mesh, members)
-        mechanism = build_mechanism(model, settings, members, trains=source is not None)
+        mechanism = build_mechanism(model, settings, members, trains=source is not None, everyone=mesh.everyone)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
@@ -160,11 +165,6 @@ def mesh_degrees(settings: Config, world_size: int, stages: int = 1) -> Degrees:
         raise ConfigError(
             f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
             "zeroengine.pipe.PipelineModule with num_stages of the same number"
-        )
-    if stages > 1 and degrees.cp * degrees.tp > 1:
-        raise ConfigError(
-            f"mesh.cp {degrees.cp} and mesh.tp {degrees.tp} with {stages} pipeline stages: layers of a stage and their sequences "
-            "stay on one rank; set both to 1, or use a model that is not a PipelineModule"
         )
     if shard is not None and replicate == 1:
         ranks = shard * stages * degrees.cp * degrees.tp

@@ -86,12 +86,15 @@ def sharding_rule(config: Config) -> ShardingRule:
     )  # fmt: skip
 
 
-def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool) -> Placement:
-    """Where the configuration lets state and values of `module` live. Without `trains` there is no state."""
+def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool, everyone: Communicator | None = None) -> Placement:
+    """Where the configuration lets state and values of `module` live. Without `trains` there is no state. `everyone`: see
+    `Placement`."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     aio = config.aio
     state, values = offload_rules(config, trains=trains)
-    return Placement(device, rank, state, values, FileRule(aio.block_size, aio.queue_depth * aio.intra_op_parallelism))
+    made = Placement(device, rank, state, values, FileRule(aio.block_size, aio.queue_depth * aio.intra_op_parallelism))
+    made.everyone = everyone
+    return made
 
 
 def offload_rules(config: Config, *, trains: bool = True) -> tuple[OffloadRule, OffloadRule]:
@@ -124,13 +127,13 @@ def gradient_rule(config: Config, dtype: torch.dtype, ranks: int) -> GradientRul
     return GradientRule(accumulate, wire, factor / before, before)
 
 
-def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool) -> Mechanism:
-    """Shards `module`; without `trains` there are no gradients. Collective."""
+def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool, everyone: Communicator | None = None) -> Mechanism:
+    """Shards `module`; without `trains` there are no gradients. `everyone`: see `Placement`. Collective."""
     check_same(module, groups)
     pools = make_pools(groups)
     rule = sharding_rule(config)
     cast_buffers(module, rule.dtype)
-    placement = placement_for(config, module, groups.rank, trains=trains)
+    placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)

@@ -36,7 +36,7 @@ def check_memory(module: nn.Module, mechanism: Mechanism) -> None:
         "Let the optimizer's state live on a disk (zero_optimization.offload_optimizer: device nvme, nvme_path), use a higher stage "
         "or more ranks, or raise the limit"
     )
-    faults.agree(mechanism.groups.control, "memory", remedy, ConfigError)
+    faults.agree(mechanism.placement.everyone or mechanism.groups.control, "memory", remedy, ConfigError)
     free = free_memory()
     if free is not None and too_much(missing, [free]) is not None:
         log_rank0(f"the step will need {missing / _MIB:.0f} MiB more ({what}), and the machine has {free.nbytes / _MIB:.0f} MiB", 30)

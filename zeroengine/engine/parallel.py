@@ -13,9 +13,9 @@ from zeroengine.errors import ConfigError, DivergenceError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
 from zeroengine.moe.hf import is_stacked_experts
-from zeroengine.parallel.group import make_group
+from zeroengine.parallel.group import SequenceGroup, make_group
 from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_model
-from zeroengine.parallel.hf_attention import register, ulysses_degree
+from zeroengine.parallel.hf_attention import ulysses_degree
 from zeroengine.parallel.loss import token_sum
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import plan_for
@@ -31,23 +31,41 @@ def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: Tens
 
     Raises `ModelError` for a model whose attention cannot be exchanged.
     """
-    cp, section = mesh.degrees.cp, settings.sequence_parallel
-    built = built_with(model)
-    if cp == 1 and built is None:
+    name = attention_name(model, settings, mesh)
+    if name is None:
         return None
     if not is_transformers_model(model):
         raise ModelError(
-            f"mesh.cp is {cp}: {type(model).__name__} is no transformers model, whose attention could run over "
+            f"mesh.cp is {mesh.degrees.cp}: {type(model).__name__} is no transformers model, whose attention could run over "
             "a shared sequence; set mesh.cp to 1, or use zeroengine.sequence (DistributedAttention, ring_attention) in the model"
         )
-    register()
+    group = sequence_group(name, settings, mesh)
+    total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
+    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, reduction_factor(settings, mesh), total)
+
+
+def attention_name(model: nn.Module, settings: Config, mesh: Mesh) -> str | None:
+    """Under which name attention runs over the ranks of `cp`; None where each has its own sequences."""
+    section = settings.sequence_parallel
+    built = built_with(model)
+    if mesh.degrees.cp == 1 and built is None:
+        return None
     name = f"zero_{section.attention}" if section.attention is not None else built or "zero_ulysses"
     if built is not None and name != built:
         raise ConfigError(f'sequence_parallel.attention is "{section.attention}", but the model was built with "{built}"; keep one')
-    group = make_group(mesh.fabric, mesh.ranks_along("cp"), ulysses_degree(name, cp, section.ulysses), section.layout == "zigzag")
-    factor = mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups
-    total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
-    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, float(factor), total)
+    return name
+
+
+def sequence_group(name: str, settings: Config, mesh: Mesh) -> SequenceGroup:
+    """The ranks that share sequences by the attention of that name. Collective over them."""
+    section = settings.sequence_parallel
+    ulysses = ulysses_degree(name, mesh.degrees.cp, section.ulysses)
+    return make_group(mesh.fabric, mesh.ranks_along("cp"), ulysses, section.layout == "zigzag")
+
+
+def reduction_factor(settings: Config, mesh: Mesh) -> float:
+    """What the reduction of gradients divides a sum over the tokens of all ranks by."""
+    return float(mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups)
 
 
 def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParallel | None:
@@ -58,14 +76,18 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
     if mesh.degrees.tp == 1:
         return None
     splits = settings.tensor_parallel.sequence_parallel
-    if splits and mesh.degrees.cp > 1:
-        raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
+    refuse_split_twice(settings, mesh)
     plan = plan_for(model)
     if mesh.experts is not None or settings.moe.bias_speed:  # ranks that share the stacked experts hold each of theirs whole
         plan = plan.without(name for name, module in model.named_modules() if is_stacked_experts(module))
     log_rank0(plan.show())
     claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
     return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits, settings.tensor_parallel.loss_parallel)
+
+
+def refuse_split_twice(settings: Config, mesh: Mesh) -> None:
+    if settings.tensor_parallel.sequence_parallel and mesh.degrees.cp > 1:
+        raise ConfigError("tensor_parallel.sequence_parallel with mesh.cp > 1: sequences are split already; set it to false")
 
 
 def check_plain(model: nn.Module) -> None:

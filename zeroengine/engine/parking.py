@@ -77,7 +77,9 @@ class OffloadMethods:
             for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
                 master.forget_gradients()
         _hide_values(mechanism, kinds, parked)
-        placement.faults.agree(mechanism.groups.control, "offload_states", "Call engine.reload_states() to go on without")
+        placement.faults.agree(
+            placement.everyone or mechanism.groups.control, "offload_states", "Call engine.reload_states() to go on without"
+        )
 
     def offload_activations(
         self, device: Any = "cpu", nvme_path: str | None = None, least_bytes: int = 1 << 20, buffer_count: int = 4,
@@ -109,7 +111,8 @@ class OffloadMethods:
             return
         with placement.faults.kept():
             parked.bring_back()
-        placement.faults.agree(self.mechanism.groups.control, "reload_states", "Load the last checkpoint in a new process to go on")
+        ranks = placement.everyone or self.mechanism.groups.control
+        placement.faults.agree(ranks, "reload_states", "Load the last checkpoint in a new process to go on")
         placement.parked = None
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import Dataset
 
-from zeroengine.config import BatchSizes, Config, resolve_batch
-from zeroengine.engine.data import EngineLoader, build_loader
+from zeroengine.config import BatchSizes, Config
+from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
-from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
-from zeroengine.engine.mechanism import Mechanism, attach_optimizer, compute_dtype
-from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, StageReducers, Ties, build_stages, check_places
+from zeroengine.engine.experts import ExpertParallel
+from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.parallel import reduction_factor
+from zeroengine.engine.pipeline_stages import StageComms, StageReducers, Ties
 from zeroengine.engine.pipeline_weights import PipelineWeightMethods
-from zeroengine.errors import ConfigError
-from zeroengine.logging import log_rank0
+from zeroengine.errors import ConfigError, ModelError
 from zeroengine.mesh import Mesh
-from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
-from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.parallel.same import check_same_batch
+from zeroengine.parallel.stages import StageSequences, StageSharing
+from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.pipeline.checks import Checked, check
 from zeroengine.pipeline.executor import Executor, Run
 from zeroengine.pipeline.module import PipelineModule, zero_of
@@ -29,8 +29,6 @@ from zeroengine.pipeline.schedules import forward_schedule
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import check_free
-from zeroengine.zero.held import to_device
 
 
 class PipelineEngine(PipelineWeightMethods, ZeroEngine):
@@ -45,15 +43,18 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
     def __init__(
         self, module: PipelineModule, config: Config, batch: BatchSizes, mesh: Mesh, owns_mesh: bool, mechanism: Mechanism,
         lr_scheduler: Any, loader: EngineLoader | None, comms: StageComms, ties: Ties, experts: ExpertParallel | None = None,
+        layers: TensorParallel | None = None, sequences: StageSequences | None = None,
     ) -> None:  # fmt: skip
         self._comms, self._ties = comms, ties
+        self._sharing = StageSharing(None if layers is None else layers.region, sequences)
+        self._heard = sequences is None  # some stage has called the attention over a shared sequence
         self._schedules: dict[tuple[bool, int], Checked] = {}
         self._labels: dict[int, Any] = {}
         self._factors: dict[int, float] = {}
-        self._loss_sum = 0.0
+        self._loss_sum, self._loss_factor = 0.0, 1.0
         self._ran: Checked | None = None
         self.last_run: Run | None = None
-        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, experts=experts)
+        super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, sequences, layers, experts)
         self._executor = Executor(
             len(module.placement),
             module.placement,
@@ -61,7 +62,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             comms.stream,
             comms.extra,
             self.device,
-            _Hooks(module, mechanism),
+            _Hooks(module, mechanism, self._sharing),
         )
         first, last = module.placement[0], module.placement[-1]
         self._holds_first, self._holds_last = module.stage_rank == first, module.stage_rank == last
@@ -74,8 +75,9 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `gradient_accumulation_steps` micro-batches `(inputs, labels)` from `data_iter` (default: the engine's
-        loader), which is read on the first stage's ranks only. Returns the mean loss over all micro-batches and data-parallel
-        ranks, on every rank. Raises StopIteration on all stages when `data_iter` ends."""
+        loader), which is read on the first stage's ranks only; those that share layers or a sequence must read the same. Returns
+        the mean loss over all micro-batches and data-parallel ranks, on every rank. Raises StopIteration on all stages when
+        `data_iter` ends."""
         optimizer = self._need_optimizer("train_batch")
         self.train()
         self._begin_step()
@@ -91,7 +93,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None, return_outputs: bool = False) -> Any:
         """Forward only over the next micro-batches, in evaluation mode. Returns the mean loss on every rank; with
-        `return_outputs` the list of the last stage's outputs, on its ranks (None elsewhere)."""
+        `return_outputs` the list of the last stage's outputs, on its ranks (None elsewhere): of this rank's tokens where ranks
+        share a sequence."""
         count = num_micro_batches or self.batch.accumulation
         was_training = self.module.training
         self.eval()
@@ -152,12 +155,11 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         if self._holds_first:
             source = data_iter if data_iter is not None else self._endless_data()
             for i in range(count):
-                try:
-                    batch = next(source)
-                except StopIteration:
-                    ended = True
+                given, ended = self._read(source)
+                check_same_batch(given, self.mesh.same_sample)
+                if ended:
                     break
-                feed[i], labels[i] = self.module.split_batch(tree_map(self._place, batch))
+                feed[i], labels[i] = self._sharing.begin(i, *given)
         if bool(self._comms.control.exchange(torch.tensor([ended]).to(torch.int64), "end of the data").any()):
             raise StopIteration(f"the data ended before {count} micro-batches were read")
         wire = self._label_wire
@@ -172,6 +174,14 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._labels = labels if self._holds_last else {}
         return feed if self._holds_first else None
 
+    def _read(self, source: Iterator[Any]) -> tuple[Any, bool]:
+        """(inputs and labels of the next micro-batch, whether there is none)."""
+        try:
+            batch = next(source)
+        except StopIteration:
+            return (None, None), True
+        return self.module.split_batch(tree_map(self._place, batch)), False
+
     def _place(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -180,7 +190,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 
     def _weigh(self, count: int, loss_scale: float) -> None:
         """What each micro-batch's mean loss counts in the step's: alike, or by its targets over all ranks' targets."""
-        self._loss_sum = 0.0
+        self._loss_sum, self._loss_factor = 0.0, float(self.mesh.control.size)
         if not self._holds_last:
             return
         if self.module.loss_weight is None:
@@ -188,12 +198,19 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             return
         weights = torch.tensor([float(self.module.loss_weight(self._labels[i])) for i in range(count)], dtype=torch.float64)
         total = float(self.mesh.control.exchange(weights.sum().view(1), "targets of the step").sum())
-        each = weights * self.mesh.data_parallel_size * loss_scale / total if total else torch.zeros_like(weights)
+        self._loss_factor = reduction_factor(self.settings, self.mesh)
+        each = weights * self._loss_factor * loss_scale / total if total else torch.zeros_like(weights)
         self._factors = dict(enumerate(each.tolist()))
 
     def _stage_forward(self, stage: int, micro: int, x: Any) -> Any:
-        output = self.module(x, stage, micro)
-        if stage != len(self.module.placement) - 1 or micro not in self._factors:
+        sharing, last = self._sharing, stage == len(self.module.placement) - 1
+        given = sharing.unpack(micro, x) if stage else x
+        sharing.use(micro)
+        self.module.split_tokens = sharing.length() if stage else 0
+        output = self.module(given, stage, micro)
+        if not last:
+            return sharing.pack(micro, output)
+        if micro not in self._factors:
             return output
         factor = self._factors[micro]
         if factor == 0.0:
@@ -211,13 +228,27 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             self.last_run = self._executor.run(checked, feed)
         finally:
             self._labels = {}
+            self._sharing.clear()
             self.mechanism.sharder.end_backward()
+        self._check_heard()
         scale = self.optimizer.scaler.scale if self.optimizer is not None and checked.schedule.trains else 1.0
         mean = torch.zeros(1, dtype=torch.float64)
         if self._holds_last:
-            mean = self.mesh.control.exchange(torch.tensor([self._loss_sum / scale], dtype=torch.float64), "loss").mean().view(1)
+            table = self.mesh.control.exchange(torch.tensor([self._loss_sum / scale], dtype=torch.float64), "loss")
+            mean = table.sum().view(1) / self._loss_factor
         self._comms.control.broadcast(mean, self.module.placement[-1], "loss").wait()
         return mean[0].float().to(self.device)
+
+    def _check_heard(self) -> None:
+        """Raises `ModelError` on all stages if attention ran on the slices of a shared sequence. Collective in the first pass."""
+        if not self._heard:
+            calls = self._comms.control.exchange(torch.tensor([self._sharing.calls()]), "attention over shared sequences")
+            self._heard = bool(calls.any())
+        if not self._heard:
+            raise ModelError(
+                f"mesh.cp is {self.mesh.degrees.cp}, and no layer of any stage called the attention over a shared sequence: each would see "
+                "one slice; set mesh.cp to 1, or let the layers call zeroengine.sequence.shared.shared_attention"
+            )
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Stages run many times in a step: the schedule says when a micro-batch ends."""
@@ -241,8 +272,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 class _Hooks:
     """Sharded weights and reductions around the computations of a stage."""
 
-    def __init__(self, module: PipelineModule, mechanism: Mechanism) -> None:
-        self._mechanism = mechanism
+    def __init__(self, module: PipelineModule, mechanism: Mechanism, sharing: StageSharing) -> None:
+        self._mechanism, self._sharing = mechanism, sharing
         self._first: dict[str, Bucket] = {}
         for bucket in mechanism.buckets:
             if bucket.policy.shard_params:
@@ -252,6 +283,9 @@ class _Hooks:
         bucket = self._first.get(f"stage {stage}")
         if bucket is not None:
             bucket.gather()
+
+    def before_backward(self, micro: int) -> None:
+        self._sharing.use(micro)
 
     def before_gradients(self, stage: int, last: bool) -> None:
         self._reducers.before_gradients(f"stage {stage}", last)
@@ -267,54 +301,3 @@ class _Hooks:
         if not isinstance(reducer, StageReducers):
             raise TypeError("a pipeline needs the reducers of its stages")
         return reducer
-
-
-SchedulerBuilder = Callable[[Any, ZeroOptimizer | None, Config], Any]
-
-
-def initialize_pipeline(
-    module: PipelineModule, optimizer: Any, model_parameters: Iterable[Any] | None, training_data: Dataset[Any] | None,
-    lr_scheduler: Any, collate_fn: Callable[..., Any] | None, settings: Config, mesh: Mesh, owns_mesh: bool,
-    scheduler_builder: SchedulerBuilder,
-) -> tuple[PipelineEngine, ZeroOptimizer | None, EngineLoader | None, Any]:  # fmt: skip
-    """`initialize` for a pipeline. Collective over the whole job."""
-    check_places(module, mesh)
-    batch = resolve_batch(settings, mesh.data_parallel_size)
-    source = optimizer
-    if source is None and settings.optimizer is not None:
-        source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, module)
-    own = isinstance(source, torch.optim.Optimizer)
-    groups = source.param_groups if own else param_groups(module, model_parameters)
-    comms = StageComms.of(mesh)
-    if source is not None:
-        trainable = any(p.requires_grad for p in module.parameters())
-        if not bool(comms.control.exchange(torch.tensor([trainable]).to(torch.int64), "trainable stages").any()):
-            check_trainable(module, groups)
-    check_free(module)
-    to_device(module, mesh.fabric.device)
-    ties = Ties(module, comms, mesh.fabric.device)
-    ties.equalize(module)
-    members = groups_of(mesh)
-    experts = spread_experts(module, settings, mesh, members, stage=True)
-    try:
-        mechanism = build_stages(module, settings, members, ties, trains=source is not None)
-    except Exception:
-        if experts is not None:
-            experts.remove()
-        raise
-    zero_optimizer = None
-    if source is not None:
-        zero_optimizer = attach_optimizer(mechanism, source, groups, settings)
-        across = AcrossStages(ties, members, comms.control)
-        zero_optimizer.norm_rule, zero_optimizer.blame_rule = across.norm, across.blame
-    scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = PipelineEngine(module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts)
-    checked = engine.schedule(batch.accumulation)
-    log_rank0(
-        f"pipeline '{module.schedule_rule.name}': {module.num_stages} ranks, {len(module.placement)} stages, "
-        f"{batch.accumulation} micro-batches, x {mesh.data_parallel_size} data-parallel ranks at "
-        f"ZeRO stage {settings.zero_optimization.stage}; "
-        f"activations held at most, by rank: {', '.join(map(str, checked.peak_live))}"
-    )
-    return engine, zero_optimizer, loader, scheduler

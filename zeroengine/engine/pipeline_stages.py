@@ -15,13 +15,12 @@ from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharde
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
+from zeroengine.optim.layers import blame_over, layer_squares
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.reducer import Reducer
-
-_TEXT = 512  # bytes of a reason that travels between stages
 
 
 @dataclass(frozen=True)
@@ -182,14 +181,14 @@ class StageReducers(Reducer):
             reducer.remove()
 
 
-def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, trains: bool) -> Mechanism:
-    """Shards the stages of this rank. Collective over the ranks with the same stages."""
+def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, everyone: Communicator, trains: bool) -> Mechanism:
+    """Shards the stages of this rank. Collective over the ranks with the same stages, and over `everyone` where a disk is used."""
     check_same(module, groups)
     pools = make_pools(groups)
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
     cast_buffers(module, compute_dtype(config))
-    placement = placement_for(config, module, groups.rank, trains=trains)
+    placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     by_part: dict[str, list[BucketGradients]] = {}
@@ -206,40 +205,29 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
 
 
 class AcrossStages:
-    """The norm of the gradients of all stages, and what made it non-finite: the same on every rank."""
+    """The norm of the gradients of all stages, and what made it non-finite: the same on every rank. `tensor`: control over the
+    ranks that share each layer."""
 
-    def __init__(self, ties: Ties, groups: Groups, control: Communicator) -> None:
+    def __init__(self, ties: Ties, groups: Groups, control: Communicator, tensor: Communicator | None = None) -> None:
         self._not_mine = ties.not_owned
         self._groups = groups
-        self._control = control
+        self._control, self._tensor = control, tensor
 
     def norm(self, gradients: list[BucketGradients]) -> float:
-        """2-norm before clipping; a tied weight counts once. Collective."""
+        """2-norm before clipping; a tied weight counts once, and so does what every rank of a tensor group holds. Collective."""
         counted = [g for g in gradients if not self._not_mine.intersection(s.name for s in g.bucket.layout.specs)]
-        squares = [torch.linalg.vector_norm(_real(g.reduced), dtype=torch.float64).square() for g in counted]
-        mine = torch.stack(squares).cpu().sum() if squares else torch.zeros((), dtype=torch.float64)
-        table = self._groups.control.exchange(mine.view(1), "squares of the gradients")
-        rows = [self._groups.control.ranks.index(r) for r in self._groups.params.ranks]
-        stages = self._control.exchange(table[rows].sum().view(1), "squares of the stages")
-        total = float(stages.sum())
+        mine = layer_squares(counted, self._groups.control, self._groups.params.ranks)
+        sums = self._control.exchange(mine, "squares of the stages").sum(0)
+        if self._tensor is not None:
+            over = self._tensor.exchange(sums, "squares of the gradients of shared layers")
+            sums = torch.stack([over[:, 0].sum(), over[0, 1]])
+        total = float(sums.sum())
         return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 
     def blame(self, gradients: list[BucketGradients]) -> str:
         """Names the parameter, of any stage. Collective."""
-        bad = any(not bool(torch.isfinite(g.reduced).all()) for g in gradients)
-        found = blame(gradients, self._groups.control)
-        text = found.encode()[: _TEXT - 8]
-        row = torch.zeros(_TEXT, dtype=torch.uint8)
-        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        row[-1] = int(bad or " gradient of '" in found)
-        for other in self._control.exchange(row, "non-finite gradients of the stages"):
-            if int(other[-1]):
-                return bytes(other[:-8].tolist()).rstrip(b"\0").decode(errors="replace")
-        return found
-
-
-def _real(t: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(t) if t.is_complex() else t
+        found = blame_over(self._control, blame(gradients, self._groups.control))
+        return found if self._tensor is None else blame_over(self._tensor, found)
 
 
 def check_places(module: PipelineModule, mesh: Mesh) -> None:

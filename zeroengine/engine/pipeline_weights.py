@@ -29,10 +29,15 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
     _comms: StageComms
     _ties: Ties
 
+    @property
+    def _collects(self) -> bool:
+        """Whether this rank's pipeline brings the weights together: one of those with the same stages does."""
+        return self.mesh.ranks_along("pp")[0] == 0
+
     def full_state_dict(self, dtype: torch.dtype | None = None, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The state_dict of all stages in host memory on rank 0 (None elsewhere). Collective."""
         mine: dict[str, Tensor] = {}
-        keep = self.mesh.control.rank == 0
+        keep = self._collects
         params = dict(self.module.named_parameters())
         for name, value in whole_parameters(self.module, self.mechanism):
             found = by_name(params[name], name, value)
@@ -84,10 +89,10 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
         rank = self._comms.control.rank
         if rank == 0:
             yield from mine
-            if self.mesh.control.rank == 0:
+            if self._collects:
                 for peer in range(1, self._comms.control.size):
                     yield from self._weights_from(peer)
-        elif self.mesh.control.rank == 0:
+        elif self._collects:
             wire = Wire(self._comms.control, self._comms.control, 0, _CPU)
             for name, value in mine:
                 wire.send("weights", _subject(rank), {name: value.detach().to(_CPU)})

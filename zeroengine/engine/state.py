@@ -46,7 +46,8 @@ def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[
 def model_files(module: nn.Module) -> dict[str, str]:
     """{name: text} of what a Hugging Face model writes beside its weights; nothing for other models."""
     files: dict[str, str] = {}
-    if not hasattr(module, "save_pretrained"):
+    architecture = getattr(module, "source_architecture", None)  # of a model that was cut into stages
+    if architecture is None and not hasattr(module, "save_pretrained"):
         return files
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
         text = getattr(getattr(module, attribute, None), "to_json_string", None)
@@ -54,7 +55,7 @@ def model_files(module: nn.Module) -> dict[str, str]:
             files[name] = text()
     if "config.json" in files:
         values = json.loads(files["config.json"])
-        values["architectures"] = values.get("architectures") or [type(module).__name__]
+        values["architectures"] = values.get("architectures") or [architecture or type(module).__name__]
         files["config.json"] = json.dumps(values, indent=2) + "\n"
     return files
 

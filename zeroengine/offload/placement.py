@@ -87,6 +87,7 @@ class Placement(Places):
         super().__init__(device, state, values)
         self.link = DeviceLink(device, state.pin or values.pin)
         self.faults = Faults()
+        self.everyone: Communicator | None = None  # control over all ranks of a model that stages or layers spread further
         self.parked: Parked | None = None  # what `engine.offload_states` moved away as a whole
         self._rank = rank
         self._files = files or FileRule()
@@ -178,9 +179,15 @@ class Placement(Places):
             raise self.parked.error()
 
     def agree(self, control: Communicator, doing: str, remedy: str = "") -> None:
-        """See `Faults.agree`. Costs nothing where no disk is used."""
+        """See `Faults.agree`, over `everyone` where more ranks than those of `control` take part. Costs nothing where no disk is
+        used."""
         if self.uses_disk:
-            self.faults.agree(control, doing, remedy)
+            self.faults.agree(self.everyone or control, doing, remedy)
+
+    def agree_on(self, control: Communicator, doing: str) -> None:
+        """The same, of what only the ranks of `control` do."""
+        if self.uses_disk:
+            self.faults.agree(control, doing)
 
     @property
     def uses_disk(self) -> bool:

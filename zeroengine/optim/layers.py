@@ -30,36 +30,46 @@ class AcrossLayers:
 
     def norm(self, gradients: list[BucketGradients]) -> float:
         """2-norm before clipping: parts add up, and what every rank holds counts once. Collective."""
-        values: list[Tensor] = []
-        kinds: list[int] = []  # 0: a part, 1: whole
-        for g in gradients:
-            reduced = g.reduced
-            for s in g.bucket.layout.segments(g.bucket.own.start, g.bucket.own.stop):
-                piece = reduced[s.at : s.at + s.end - s.start]
-                values.append(torch.view_as_real(piece) if piece.is_complex() else piece)
-                kinds.append(int(not _is_cut(g.bucket.params[s.index])))
-        sums = torch.zeros(2, dtype=torch.float64)
-        sums.index_add_(0, torch.tensor(kinds, dtype=torch.int64), squares(values)[0].cpu())
-        table = self._control.exchange(sums, "squares of the gradients")
-        if self._shard_ranks != self._control.ranks:
-            place = {r: i for i, r in enumerate(self._control.ranks)}
-            table = table[[place[r] for r in self._shard_ranks]]
-        mine = table.sum(0)
+        mine = layer_squares(gradients, self._control, self._shard_ranks)
         over = self._tensor.exchange(mine, "squares of the gradients of shared layers")
         total = float(over[:, 0].sum() + over[0, 1])
         return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 
     def blame(self, gradients: list[BucketGradients]) -> str:
         """Names the parameter, also where only another rank's part of it is bad. Collective."""
-        found = blame(gradients, self._control)
-        text = found.encode()[: _TEXT - 1]
-        row = torch.zeros(_TEXT, dtype=torch.uint8)
-        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        row[-1] = int(" gradient of '" in found)
-        for other in self._tensor.exchange(row, "non-finite gradients of shared layers"):
-            if int(other[-1]):
-                return bytes(other[:-1].tolist()).rstrip(b"\0").decode(errors="replace")
-        return found
+        return blame_over(self._tensor, blame(gradients, self._control))
+
+
+def layer_squares(gradients: list[BucketGradients], control: Communicator, shard_ranks: tuple[int, ...]) -> Tensor:
+    """Sums of squares over the ranks of a shard group, fp64 [2]: of parts of whole parameters, and of whole ones. Collective over
+    `control`."""
+    values: list[Tensor] = []
+    kinds: list[int] = []  # 0: a part, 1: whole
+    for g in gradients:
+        reduced = g.reduced
+        for s in g.bucket.layout.segments(g.bucket.own.start, g.bucket.own.stop):
+            piece = reduced[s.at : s.at + s.end - s.start]
+            values.append(torch.view_as_real(piece) if piece.is_complex() else piece)
+            kinds.append(int(not _is_cut(g.bucket.params[s.index])))
+    sums = torch.zeros(2, dtype=torch.float64)
+    sums.index_add_(0, torch.tensor(kinds, dtype=torch.int64), squares(values)[0].cpu())
+    table = control.exchange(sums, "squares of the gradients")
+    if shard_ranks != control.ranks:
+        place = {r: i for i, r in enumerate(control.ranks)}
+        table = table[[place[r] for r in shard_ranks]]
+    return table.sum(0)
+
+
+def blame_over(ranks: Communicator, found: str) -> str:
+    """Of what each of `ranks` (control) found wrong, the first that names a parameter; else `found`. Collective."""
+    text = found.encode()[: _TEXT - 1]
+    row = torch.zeros(_TEXT, dtype=torch.uint8)
+    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    row[-1] = int(" gradient of '" in found)
+    for other in ranks.exchange(row, "non-finite gradients of other parts"):
+        if int(other[-1]):
+            return bytes(other[:-1].tolist()).rstrip(b"\0").decode(errors="replace")
+    return found
 
 
 def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], tensor: Communicator) -> None:
@@ -67,7 +77,7 @@ def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], ten
 
     Raises `ConfigError` for an optimizer that would see a part of a parameter where it must see the whole.
     """
-    _check_elementwise(optimizer)
+    check_elementwise(optimizer)
     rules = AcrossLayers(optimizer.control, shard_ranks, tensor)
     optimizer.norm_rule, optimizer.blame_rule = rules.norm, rules.blame
 
@@ -78,7 +88,8 @@ def _is_cut(param: Tensor) -> bool:
     return tensor_shard(param) is not None and not (part is not None and part.stacked)
 
 
-def _check_elementwise(optimizer: ZeroOptimizer) -> None:
+def check_elementwise(optimizer: ZeroOptimizer) -> None:
+    """Raises `ConfigError` for an optimizer that would see a part of a parameter where it must see the whole."""
     inner = optimizer.optimizer
     apart = {id(p) for g in inner.param_groups if not is_elementwise(type(inner), g) for p in g["params"]}
     for master in optimizer.masters:

@@ -32,26 +32,12 @@ def built_with(model: nn.Module) -> str | None:
     return name if name in NAMES else None
 
 
-class SharedSequences:
-    """Runs a transformers model on this rank's tokens of the batches it is given whole.
+class SequenceAttention:
+    """The attention of a transformers model (or of stages of one), exchanged for one over the ranks of `group`."""
 
-    The batch is checked to be the same on the ranks of the group, padded, and cut; position ids and the borders of packed
-    documents (position ids that start again, zeros of a 2-D attention mask) are derived before the cut. With labels the
-    output's `loss` is the mean over valid tokens of all data ranks, the same number on each; its logits are this rank's.
-    """
-
-    def __init__(
-        self, model: nn.Module, group: SequenceGroup, attention: str, same: Communicator, ranks: Communicator,
-        factor: float, total: Callable[[Tensor, Tensor], Tensor] = token_sum,
-    ) -> None:  # fmt: skip
-        """`same`: control over the ranks that get one batch; `ranks`: control over all among which gradients are reduced;
-        `factor`: what that reduction divides by; `total`: summed loss of logits and targets."""
+    def __init__(self, model: nn.Module, group: SequenceGroup, attention: str) -> None:
         self.group = group
-        self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
         self._link = SequenceLink(group)
-        self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
-        self._accepted = set(inspect.signature(model.forward).parameters)
-        self._causal_targets = _predicts_next(model)
         register()
         self._before = model.config._attn_implementation  # type: ignore[union-attr]
         model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -70,6 +56,27 @@ class SharedSequences:
         """Where the tokens of sequences of `length` lie; its `shard` and `unshard` cut and join tensors."""
         return self.group.layout(length)
 
+
+class SharedSequences(SequenceAttention):
+    """Runs a transformers model on this rank's tokens of the batches it is given whole.
+
+    The batch is checked to be the same on the ranks of the group, padded, and cut; position ids and the borders of packed
+    documents (position ids that start again, zeros of a 2-D attention mask) are derived before the cut. With labels the
+    output's `loss` is the mean over valid tokens of all data ranks, the same number on each; its logits are this rank's.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: SequenceGroup, attention: str, same: Communicator, ranks: Communicator,
+        factor: float, total: Callable[[Tensor, Tensor], Tensor] = token_sum,
+    ) -> None:  # fmt: skip
+        """`same`: control over the ranks that get one batch; `ranks`: control over all among which gradients are reduced;
+        `factor`: what that reduction divides by; `total`: summed loss of logits and targets."""
+        super().__init__(model, group, attention)
+        self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
+        self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._causal_targets = predicts_next(model)
+
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's forward. Collective."""
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -86,21 +93,11 @@ class SharedSequences:
         return mean_over_ranks(total, (targets != IGNORED).sum(), self._ranks, self._factor)
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        batch, length = _shape(inputs)
-        layout = self.group.layout(length)
-        targets = self._targets(inputs.pop("labels", None))
-        running = RunningBatch(layout, _documents(inputs, batch, length))
+        labels = inputs.pop("labels", None)
+        local, running = cut_batch(inputs, self.group, self._accepted)
+        targets = self._targets(labels)
         self._check_open(running)
         self._link.batch = running
-        inputs.pop("attention_mask", None)
-        if inputs.pop("past_key_values", None) is not None:
-            raise ModelError("a cache cannot run over a shared sequence; leave past_key_values out")
-        if "position_ids" in self._accepted and inputs.get("position_ids") is None:
-            device = next(v.device for v in inputs.values() if isinstance(v, Tensor))
-            inputs["position_ids"] = torch.arange(length, device=device)[None].expand(batch, -1)
-        if "use_cache" in self._accepted:
-            inputs["use_cache"] = False
-        local = {name: self._cut(name, value, layout, batch) for name, value in inputs.items()}
         before = self._link.calls
         output = model(**local)
         if self._link.calls == before:
@@ -109,7 +106,7 @@ class SharedSequences:
                 "set mesh.cp to 1"
             )
         if targets is not None:
-            output = self._with_loss(output, layout.shard(targets, self.group.rank, fill=IGNORED), mean)
+            output = self._with_loss(output, running.layout.shard(targets, self.group.rank, fill=IGNORED), mean)
         if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             self._note_open(output)
         return output
@@ -138,16 +135,6 @@ class SharedSequences:
             return None
         return next_token_targets(labels) if self._causal_targets else labels
 
-    def _cut(self, name: str, value: Any, layout: SequenceLayout, batch: int) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        if value.dim() < 2 or value.shape[0] not in (1, batch) or value.shape[1] != layout.length:
-            raise ConfigError(
-                f"'{name}' has shape {tuple(value.shape)}, not [{batch}, {layout.length}, ...]: it cannot be cut along the "
-                "sequence; set mesh.cp to 1"
-            )
-        return layout.shard(value, self.group.rank)
-
     def _with_loss(self, output: Any, targets: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
         logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None or logits.dim() != 3:
@@ -158,7 +145,36 @@ class SharedSequences:
         return output
 
 
-def _predicts_next(model: nn.Module) -> bool:
+def cut_batch(inputs: Mapping[str, Any], group: SequenceGroup, accepted: frozenset[str]) -> tuple[dict[str, Any], RunningBatch]:
+    """This rank's tokens of the arguments of a transformers model without its labels, and where all tokens lie. `accepted`: names
+    that the model's forward takes. Position ids and documents are derived from the whole batch."""
+    given = dict(inputs)
+    batch, length = _shape(given)
+    running = RunningBatch(group.layout(length), _documents(given, batch, length))
+    given.pop("attention_mask", None)
+    if given.pop("past_key_values", None) is not None:
+        raise ModelError("a cache cannot run over a shared sequence; leave past_key_values out")
+    if "position_ids" in accepted and given.get("position_ids") is None:
+        device = next(v.device for v in given.values() if isinstance(v, Tensor))
+        given["position_ids"] = torch.arange(length, device=device)[None].expand(batch, -1)
+    if "use_cache" in accepted:
+        given["use_cache"] = False
+    return {name: cut_tokens(name, value, running.layout, group.rank, batch) for name, value in given.items()}, running
+
+
+def cut_tokens(name: str, value: Any, layout: SequenceLayout, rank: int, batch: int) -> Any:
+    """The tokens of `rank` of a tensor [batch, tokens, ...]; other values as they are."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.dim() < 2 or value.shape[0] not in (1, batch) or value.shape[1] != layout.length:
+        raise ConfigError(
+            f"'{name}' has shape {tuple(value.shape)}, not [{batch}, {layout.length}, ...]: it cannot be cut along the "
+            "sequence; set mesh.cp to 1"
+        )
+    return layout.shard(value, rank)
+
+
+def predicts_next(model: nn.Module) -> bool:
     """Labels are shifted in causal language models, and compared in place in all others."""
     kind = getattr(model, "loss_type", None) or type(model).__name__
     return "CausalLM" in kind or "LMHeadModel" in type(model).__name__

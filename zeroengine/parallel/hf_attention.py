@@ -31,6 +31,16 @@ class RunningBatch:
     documents: Tensor | None
     _masks: dict[tuple[bool, int | None], AttentionMask] = field(default_factory=dict)
 
+    @property
+    def facts(self) -> tuple[int, Tensor | None]:
+        """What another rank with the same tokens needs: see `of`."""
+        return self.layout.length, self.documents
+
+    @staticmethod
+    def of(group: SequenceGroup, facts: tuple[int, Tensor | None]) -> RunningBatch:
+        length, documents = facts
+        return RunningBatch(group.layout(length), None if documents is None else documents.cpu())
+
     def same_as(self, other: RunningBatch) -> bool:
         """Tokens lie, and attend, alike."""
         if self.layout != other.layout or (self.documents is None) != (other.documents is None):

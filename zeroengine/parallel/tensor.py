@@ -7,8 +7,7 @@ with the border operators.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.parallel.random_regions import RandomRegion
+from zeroengine.parallel.segments import Segment, SplitSequence, whole_model
 from zeroengine.parallel.tensor_ops import Entry, Region
 from zeroengine.parallel.tensor_plan import Plan, head_attributes
 from zeroengine.parallel.vocabulary import VocabularyLoss, split_lookup
@@ -71,11 +71,15 @@ class TensorParallel:
 
     def __init__(
         self, model: nn.Module, plan: Plan, comm: Communicator, device: torch.device, splits: bool = False,
-        splits_loss: bool = False,
+        splits_loss: bool = False, segments: Sequence[Segment] | None = None, ties: Mapping[str, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         """`splits`: sequences are split between the regions as well (Megatron-SP). `splits_loss`: logits stay cut along the
-        vocabulary, and the model's loss is computed from the parts."""
+        vocabulary, and the model's loss is computed from the parts.
+
+        Of a stage of a pipeline, `plan` has the names of the whole model; `segments` are the runs of its layers on a split
+        sequence, and `ties` says by the name of a tied weight under which names all stages use it."""
         self.plan, self.comm = plan, comm
+        self._ties = dict(ties or {})
         self.region = Region(comm, splits)
         self.loss = VocabularyLoss(comm) if splits_loss else None
         self._random = RandomRegion(comm, device)
@@ -85,7 +89,10 @@ class TensorParallel:
         self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
         self._attributes: list[tuple[nn.Module, str, int | None]] = []
         modules, params = dict(model.named_modules()), dict(model.named_parameters())
-        self._check(modules, params)
+        if splits and segments is None:
+            segments = whole_model(model)
+        self._segments = segments or ()
+        self._check(modules)
         self._equal(model)
         for name, style in plan.styles.items():
             if name in modules:
@@ -96,12 +103,12 @@ class TensorParallel:
         if self.loss is not None:
             model.loss_function = self.loss  # type: ignore[assignment]
         if splits:
-            self._split_sequence(model)
+            self._split_sequence(model, modules)
         self._random.synchronize()
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
-    def _check(self, modules: dict[str, nn.Module], params: dict[str, nn.Parameter]) -> None:
+    def _check(self, modules: dict[str, nn.Module]) -> None:
         """Everything is checked before anything is changed."""
         if not self.plan.styles:
             raise ModelError("the tensor plan matches no layer of the model; set mesh.tp to 1")
@@ -114,14 +121,13 @@ class TensorParallel:
                 raise ModelError(f"'{name}': experts cannot run on a split sequence; set tensor_parallel.sequence_parallel to false")
             if module is None or style not in ("column", "row", "fused"):
                 continue
-            weight = params[f"{name}.weight"]
             outer = style != "row"
-            features = weight.shape[0 if outer != _transposed(module) else 1]
+            features = module.weight.shape[0 if outer != _transposed(module) else 1]
             if features % size and not self._few_key_heads(modules, name):
                 side = "output" if outer else "input"
                 raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'")
         if self.region.splits:
-            blocks, _ = _blocks_and_end(modules[""])
+            blocks = [layer for segment in self._segments for layer in segment.layers]
             for name, style in self.plan.styles.items():
                 if style in ("column", "fused") and any(modules.get(name.rpartition(".")[0]) is b for b in blocks):
                     raise ModelError(
@@ -136,7 +142,9 @@ class TensorParallel:
     def _check_head(self, modules: dict[str, nn.Module]) -> None:
         """The loss of parts needs a head of parts, and a model that lets its loss be exchanged."""
         model = modules[""]
-        heads = [n for n, s in self.plan.styles.items() if s == "column_gather" and n in modules]
+        heads = [n for n, s in self.plan.styles.items() if s == "column_gather"]
+        if len(heads) == 1 and heads[0] not in modules:  # of another stage, which checks it
+            return
         why = ""
         if not hasattr(model, "loss_function"):
             why = f"{type(model).__name__} has no loss_function that could be exchanged"
@@ -233,10 +241,9 @@ class TensorParallel:
 
     def _tied_elsewhere(self, model: nn.Module, name: str, module: nn.Module) -> bool:
         """The weight is shared with a layer that the plan does not split in the same way."""
-        styles = {
-            self.plan.styles.get(n.rpartition(".")[0])
-            for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight
-        }  # fmt: skip
+        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
+        names = next((list(self._ties[n]) for n in names if n in self._ties), names)
+        styles = {self.plan.styles.get(n.rpartition(".")[0]) for n in names}
         return not styles <= {"vocabulary", "column_gather"} or ("vocabulary" in styles and self.region.splits)
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:
@@ -299,30 +306,16 @@ class TensorParallel:
         self._attributes.append((module, attribute, getattr(module, attribute)))
         setattr(module, attribute, value)
 
-    def _split_sequence(self, model: nn.Module) -> None:
-        """Megatron-SP: the sequence is split from the first block to behind the last norm (see `_blocks_and_end`)."""
-        blocks, end = _blocks_and_end(model)
-        modules = dict(model.named_modules())
-        for name in sorted({n.rpartition(".")[0] for n, s in self.plan.styles.items() if s in ("column", "fused")}):
-            # the module above reads the number of tokens from its input, before its layers see it
-            enter = partial(self.region.enter, subject=name)
-            self._handles.append(modules[name].register_forward_pre_hook(_on_hidden_states(enter), with_kwargs=True))
-
-        def split(x: Tensor) -> Tensor:
-            self._random.enter(model.training)
-            return self.region.split(x, "first block")
-
-        def after(_: nn.Module, args: Any, out: Any) -> Any:
-            self._random.leave()
-            if isinstance(out, tuple):
-                return (self.region.join(out[0], "last block"), *out[1:])
-            return self.region.join(out, "last norm")
-
-        self._handles.append(blocks[0].register_forward_pre_hook(_on_hidden_states(split), with_kwargs=True))
-        self._handles.append(end.register_forward_hook(after))
+    def _split_sequence(self, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+        """Megatron-SP: the sequence is split from the first block to behind the last norm (see `whole_model`)."""
+        readers = sorted({n.rpartition(".")[0] for n, s in self.plan.styles.items() if s in ("column", "fused")} & modules.keys())
+        split = SplitSequence(self.region, self._random, model)
+        self._handles += split.install(self._segments, {name: modules[name] for name in readers})
         cut = {id(p) for m, _ in self._classes for p in m.parameters()}
-        for p, name in {p: n for m in (blocks, end) for n, p in m.named_parameters() if id(p) not in cut}.items():  # norms
-            self._sum_gradient(name, p)
+        for segment in self._segments:
+            for name, p in segment.named_parameters():  # norms
+                if id(p) not in cut:
+                    self._sum_gradient(name, p)
 
     # --- values ---------------------------------------------------------------------------------------------------
 
@@ -343,17 +336,6 @@ class TensorParallel:
             setattr(module, attribute, value)
 
 
-def _on_hidden_states(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """A pre-hook that changes the first argument, or `hidden_states`."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
-
-    return before
-
-
 def _cut(param: nn.Parameter, shard: TensorShard) -> None:
     if tensor_shard(param) is None:  # a tied weight is met twice
         param.data = shard.cut(param.data)
@@ -369,21 +351,3 @@ def _rows(module: nn.Module) -> int:
 def _transposed(module: nn.Module) -> bool:
     """transformers' Conv1D keeps (in, out)."""
     return type(module).__name__ == "Conv1D"
-
-
-def _blocks_and_end(model: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
-    """The list of blocks and the layer behind which no token is treated by itself any more: the last norm, or the last block
-    where there is none (norms behind each layer, as in BERT)."""
-    found: list[tuple[nn.ModuleList, nn.Module]] = []
-    for module in model.modules():
-        blocks = [c for c in module.children() if isinstance(c, nn.ModuleList) and len(c)]
-        norms = [c for n, c in module.named_children() if n in ("norm", "ln_f", "final_layernorm", "final_layer_norm")]
-        if len(blocks) == 1 and len(norms) <= 1:
-            found.append((blocks[0], norms[0] if norms else blocks[0][-1]))
-    inner = {id(m) for blocks, _ in found for block in blocks for m in block.modules()}
-    found = [(blocks, end) for blocks, end in found if id(blocks) not in inner]
-    if len(found) == 1:
-        return found[0]
-    raise ModelError(
-        f"tensor_parallel.sequence_parallel: {len(found) or 'no'} lists of blocks were found where there must be one; set it to false"
-    )

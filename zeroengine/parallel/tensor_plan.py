@@ -60,14 +60,16 @@ class Plan:
         return f"tensor plan ({self.origin}): " + "; ".join(told)
 
 
-def plan_for(model: nn.Module) -> Plan:
+def plan_for(model: nn.Module, names: Iterable[str] | None = None, part: bool = False) -> Plan:
     """The plan of a known family, else the model's own `tp_plan` (transformers), else one worked out from its layers.
 
-    Raises `ModelError` where none can be right.
+    `names`: of the modules and parameters that a plan by patterns is for, by default those of `model`. `part`: there may be nothing
+    to split in these layers. Raises `ModelError` where none can be right.
     """
+    known = list(names) if names is not None else _names(model)
     family = str(getattr(getattr(model, "config", None), "model_type", ""))
     if family in FAMILIES:
-        return Plan(f"family {family}", dict(_match(model, FAMILIES[family])))
+        return Plan(f"family {family}", dict(_match(known, FAMILIES[family])))
     own = getattr(model, "_tp_plan", None)
     if own:
         unknown = sorted({style for style in own.values() if style not in STYLES})
@@ -75,14 +77,15 @@ def plan_for(model: nn.Module) -> Plan:
             raise ModelError(
                 f"{type(model).__name__}'s own tp_plan uses {', '.join(unknown)}, which cannot be split here; set mesh.tp to 1"
             )
-        return Plan("the model's tp_plan", dict(_match(model, {name: STYLES[style] for name, style in own.items()})))
-    return automatic_plan(model)
+        return Plan("the model's tp_plan", dict(_match(known, {name: STYLES[style] for name, style in own.items()})))
+    return automatic_plan(model, part)
 
 
-def automatic_plan(model: nn.Module) -> Plan:
+def automatic_plan(model: nn.Module, part: bool = False) -> Plan:
     """Splits every attention (q, k, v and output projections under one module) and every pair of linear layers D -> H -> D.
 
-    Raises `ModelError` if it finds neither, or a linear layer inside such a module whose role is not clear.
+    Raises `ModelError` if it finds neither (unless the layers are a `part` of a model), or a linear layer inside such a module
+    whose role is not clear.
     """
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -105,7 +108,7 @@ def automatic_plan(model: nn.Module) -> Plan:
         elif _is_mlp(linears):
             *ups, down = linears
             styles.update({prefix + n: "column" for n in ups} | {prefix + down: "row"})
-    if not styles:
+    if not styles and not part:
         raise ModelError(
             f"{type(model).__name__} has no attention (q_proj, k_proj, v_proj, o_proj) and no pair of linear layers that could "
             "be split over mesh.tp ranks; set mesh.tp to 1"
@@ -129,9 +132,12 @@ def _is_mlp(linears: Mapping[str, nn.Linear]) -> bool:
     return len(wide) == 1 and next(iter(wide)) == (down.out_features, down.in_features)
 
 
-def _match(model: nn.Module, patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _names(model: nn.Module) -> list[str]:
+    return list(dict.fromkeys([n for n, _ in model.named_modules()] + [n for n, _ in model.named_parameters()]))
+
+
+def _match(names: Iterable[str], patterns: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     compiled = [(re.compile(_expression(p)), style) for p, style in patterns.items()]
-    names = dict.fromkeys([n for n, _ in model.named_modules()] + [n for n, _ in model.named_parameters()])
     for name in names:
         for pattern, style in compiled:
             if pattern.fullmatch(name):

@@ -8,6 +8,7 @@ replaced by ones that return what they get, so names stay the model's own.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import torch
@@ -16,12 +17,14 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from zeroengine.errors import ModelError
+from zeroengine.parallel.hf import predicts_next
+from zeroengine.parallel.loss import IGNORED, next_token_targets
+from zeroengine.parallel.segments import Segment, blocks_and_end
+from zeroengine.parallel.vocabulary import VocabularyLoss
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule
-
-_IGNORED = -100
 
 
 class _PassBlock(nn.Module):
@@ -33,6 +36,38 @@ class _PassBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states,) if self._as_tuple else hidden_states
+
+
+def _as_whole(part: Tensor, tokens: int) -> Tensor:
+    """Zeros without memory in the shape of hidden states [batch, tokens, width] of which `part` is a part."""
+    return part.new_zeros(()).expand(part.shape[0], tokens, *part.shape[2:])
+
+
+class _BorderBlock(_PassBlock):
+    """The block before, or behind, a stage's own where a sequence is split: the model reads shapes from hidden states of the whole
+    sequence, and this puts a `part` into their place, or takes it out."""
+
+    def __init__(self, as_tuple: bool, arrives: bool) -> None:
+        super().__init__(as_tuple)
+        self._arrives = arrives
+        self.tokens = 0  # of the whole sequence; 0: it is not split
+        self.part: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.tokens and self._arrives and self.part is not None:
+            hidden_states = self.take()
+        elif self.tokens and not self._arrives:
+            self.part = hidden_states
+            hidden_states = _as_whole(hidden_states, self.tokens)
+        return super().forward(hidden_states)
+
+    def take(self) -> Tensor:
+        part, self.part = self.part, None
+        if part is None:
+            raise ModelError(
+                "the model did not call its list of blocks; its sequence cannot be split: set tensor_parallel.sequence_parallel to false"
+            )
+        return part
 
 
 class _PassHead(nn.Module):
@@ -49,13 +84,25 @@ class _Nothing(nn.Module):
         return torch.zeros((), device=positions.device)  # without dimensions: it does not change the type it is added to
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, [batch, tokens, vocabulary] against [batch, tokens]; -100 does not count."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=_IGNORED)
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, [batch, tokens, vocabulary] against [batch, tokens]; -100 does not count."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
-def count_targets(labels: Tensor) -> int:
-    return int((labels[:, 1:] != _IGNORED).sum())
+def count_targets(targets: Tensor) -> int:
+    return int((targets != IGNORED).sum())
+
+
+def _check_loss(model: nn.Module) -> None:
+    """The loss of the stages is that of the next token, and nothing else."""
+    if not predicts_next(model):
+        raise ModelError(
+            f"{type(model).__name__} is no causal language model, whose targets are the next tokens; write it as a PipelineModule of layers"
+        )
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ModelError(
+            f"{type(model).__name__} adds a loss of its routers, which stages do not bring to the last one; set output_router_logits=False"
+        )
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -72,15 +119,21 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 class PipelinedCausalLM(PipelineModule):
     """See `split_causal_lm`. Batches are dicts with `input_ids`, `labels` and what else the model's forward takes for each
-    token (`attention_mask`, `position_ids`)."""
+    token (`attention_mask`, `position_ids`). `config` and `source_architecture` are the model's, `whole_names` the names of its modules
+    and parameters, also of those on other stages."""
 
     def __init__(
         self, model: nn.Module, num_stages: int, schedule: str | ScheduleRule, virtual_stages: int | None,
         partition_method: PartitionMethod, stage_rank: int | None = None,
     ) -> None:  # fmt: skip
+        _check_loss(model)
         nn.Module.__init__(self)
-        self._configure(num_stages, schedule, virtual_stages, causal_lm_loss, count_targets, stage_rank)
+        self._configure(num_stages, schedule, virtual_stages, mean_loss, count_targets, stage_rank)
         self.dropout_seed, self.activation_checkpoint_interval = None, 0
+        self.config, self.source_architecture = getattr(model, "config", None), type(model).__name__
+        self.generation_config = getattr(model, "generation_config", None)
+        self._tp_plan = dict(getattr(model, "_tp_plan", None) or {})
+        self.whole_names = tuple(dict.fromkeys([*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())]))
         path, blocks = block_list(model)
         names = [type(b).__name__ for b in blocks]
         self._blocks_path = path
@@ -109,7 +162,8 @@ class PipelinedCausalLM(PipelineModule):
                 holder.register_parameter("weight", p if isinstance(p, nn.Parameter) else None)
                 self.tied.add_module(key, holder)
             self._name_of_tie[f"tied.{key}.weight"] = name
-            ties.append(Tie(key, (f"tied.{key}.weight",), tuple(owners[p])))
+            uses = tuple(n for n, q in model.named_parameters(remove_duplicate=False) if q is p)
+            ties.append(Tie(key, (f"tied.{key}.weight",), tuple(owners[p]), (uses,)))
         kept = {p for s in self.local_stages for p in stages[s].module.parameters()}
         used = {m for s in self.local_stages for m in stages[s].module.modules()}
         self._stage_of: dict[str, int] = {}
@@ -144,13 +198,58 @@ class PipelinedCausalLM(PipelineModule):
             return f"tied.{name.split('.')[1]}"
         return f"stage {self._stage_of[name]}"
 
+    # --- what shares layers and sequences sees of the model -----------------------------------------------------------
+
+    def set_attn_implementation(self, name: str) -> None:
+        """As of the model that was cut."""
+        for (skeleton,) in self._skeletons.values():
+            skeleton.module.set_attn_implementation(name)
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """As of the model that was cut: blocks are computed again in backward."""
+        for (skeleton,) in self._skeletons.values():
+            skeleton.module.gradient_checkpointing_enable(**options)
+
+    @property
+    def stage_forward(self) -> Callable[..., Any]:
+        """The forward of the model that was cut."""
+        (skeleton,) = self._skeletons[self.local_stages[0]]
+        return cast(Callable[..., Any], skeleton.module.forward)
+
+    @property
+    def loss_function(self) -> VocabularyLoss | None:
+        """In place of `loss_fn`: of logits that a tensor group has in parts."""
+        return getattr(self, "_loss_function", None)
+
+    @loss_function.setter
+    def loss_function(self, value: VocabularyLoss) -> None:
+        self._loss_function = value
+
+    def loss(self, output: Any, labels: Any) -> Tensor:
+        split = self.loss_function
+        return super().loss(output, labels) if split is None else split.total(output, labels) / count_targets(labels)
+
+    def segments(self, plan: Collection[str]) -> list[Segment]:
+        """The blocks of each stage; behind those of the last one, the model's last norm."""
+        found = []
+        for s in self.local_stages:
+            (skeleton,) = self._skeletons[s]
+            end = blocks_and_end(skeleton.module)[1] if skeleton.last else None
+            found.append(Segment(skeleton.blocks, splits=skeleton.first, joins=skeleton.last, end=end))
+        return found
+
+    # --- batches and stages -------------------------------------------------------------------------------------------
+
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, dict) or "input_ids" not in batch or "labels" not in batch:
             raise ModelError("a batch for a pipelined causal LM is a dict with input_ids and labels")
-        return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+        return {k: v for k, v in batch.items() if k != "labels"}, next_token_targets(batch["labels"])
 
     def _run_stage(self, x: Any, stage: int, micro: int) -> Any:
-        output = self._skeletons[stage][0](x)
+        tokens = self.split_tokens
+        if self.splits_tokens and not stage:
+            tokens = next(x[name].shape[1] for name in ("input_ids", "inputs_embeds") if x.get(name) is not None)
+        output = self._skeletons[stage][0](x, tokens)
         return output["inputs_embeds"] if stage == len(self.placement) - 1 else output
 
 
@@ -171,6 +270,9 @@ class _Skeleton:
 
     def __init__(self, model: nn.Module, path: str, start: int, end: int, trial: _Trial) -> None:
         self.first, self.last = start == 0, end == len(trial.blocks)
+        self.blocks = tuple(trial.blocks[start:end])
+        self._before = _BorderBlock(trial.blocks_return_tuples, arrives=True)
+        self._behind = _BorderBlock(trial.blocks_return_tuples, arrives=False)
         self.module = _clone(model)
         parent = self.module
         for part in path.split(".")[:-1]:
@@ -179,10 +281,16 @@ class _Skeleton:
         name = path.rpartition(".")[2]
         passing = _PassBlock(trial.blocks_return_tuples)
         blocks = [b if start <= i < end else passing for i, b in enumerate(trial.blocks)]
+        if not self.first:
+            blocks[start - 1] = self._before
+        if not self.last:
+            blocks[end] = self._behind
         parent._modules[name] = nn.ModuleList(blocks)
         at = list(parent._modules).index(name)
         for i, (child, sub) in enumerate(list(parent._modules.items())):
-            if i < at and sub is not None and not self.first and any(True for _ in sub.parameters()):
+            if i < at and isinstance(sub, nn.Dropout) and not self.first:
+                parent._modules[child] = _PassHead()  # hidden states of other stages were embedded there
+            elif i < at and sub is not None and not self.first and any(True for _ in sub.parameters()):
                 # token tables are not looked at with inputs_embeds; tables of positions are, and must add nothing
                 parent._modules[child] = _Nothing()
             elif i > at and sub is not None and not self.last and any(True for _ in sub.parameters()):
@@ -192,11 +300,19 @@ class _Skeleton:
                 if child != path.split(".")[0] and sub is not None and any(True for _ in sub.parameters()):
                     self.module._modules[child] = _PassHead()
 
-    def __call__(self, given: dict[str, Any]) -> dict[str, Any]:
-        """`given`: arguments of the model's forward. Returns those of the next stage; of the last one, logits in their place."""
-        output = self.module(**given, use_cache=False)
+    def __call__(self, given: dict[str, Any], tokens: int = 0) -> dict[str, Any]:
+        """`given`: arguments of the model's forward. Returns those of the next stage; of the last one, logits in their place.
+        `tokens`: of the whole sequence, where hidden states between stages are a part of it; else 0."""
+        run = dict(given)
+        self._before.tokens = self._behind.tokens = tokens
+        if tokens and not self.first:
+            self._before.part = given["inputs_embeds"]
+            run["inputs_embeds"] = _as_whole(given["inputs_embeds"], tokens)
+        output = self.module(**run, use_cache=False).logits
+        if tokens and not self.last:
+            output = self._behind.take()
         rest = {k: v for k, v in given.items() if k not in ("input_ids", "inputs_embeds")}
-        return {**rest, "inputs_embeds": output.logits}
+        return {**rest, "inputs_embeds": output}
 
 
 def _clone(module: Any) -> Any:

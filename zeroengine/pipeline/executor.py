@@ -26,6 +26,10 @@ class StageHooks(Protocol):
         """The stage's weights are needed soon."""
         ...
 
+    def before_backward(self, micro: int) -> None:
+        """A part of a backward of this micro-batch follows."""
+        ...
+
     def before_gradients(self, stage: int, last: bool) -> None:
         """Gradients of the stage's weights follow; `last` if no more will in this step."""
         ...
@@ -37,6 +41,9 @@ class StageHooks(Protocol):
 
 class NoHooks:
     def gather(self, stage: int) -> None:
+        return
+
+    def before_backward(self, micro: int) -> None:
         return
 
     def before_gradients(self, stage: int, last: bool) -> None:
@@ -139,6 +146,7 @@ class Executor:
             if action.kind is not Kind.WEIGHT and not runner.is_last:
                 grads = self._arrived(Kind.RECV_GRADIENT, stage, micro, stage + 1)
             start = time.monotonic()
+            self._hooks.before_backward(micro)
             weights = action.kind is not Kind.INPUT
             if weights:
                 self._hooks.before_gradients(stage, stage in self._last_gradient)

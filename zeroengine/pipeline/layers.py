@@ -51,11 +51,13 @@ class TiedLayerSpec(LayerSpec):
 @dataclass(frozen=True)
 class Tie:
     """Parameters shared by several stages: `names` are those of the module's `named_parameters`, in a fixed order, and
-    `stages` the ones that have them, ascending; the first is the owner."""
+    `stages` the ones that have them, ascending; the first is the owner. `uses`: for each name those under which the layers
+    of all stages have it."""
 
     key: str
     names: tuple[str, ...]
     stages: tuple[int, ...]
+    uses: tuple[tuple[str, ...], ...] = ()
 
 
 def attribute(module: Any, path: str, where: str) -> tuple[nn.Module, str, nn.Parameter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from zeroengine.errors import ModelError
+from zeroengine.parallel.segments import Segment
 from zeroengine.pipeline.layers import (
     FunctionLayer,
     LayerSpec,
@@ -89,6 +90,9 @@ class PipelineModule(nn.Module):
         self.stage_rank = pipeline_rank(num_stages) if stage_rank is None else stage_rank
         self.loss_fn, self.loss_weight = loss_fn, loss_weight
         self.draw = 0  # set by the engine for each step
+        self.split_layers, self.split_rank = range(0), 0  # layers on a split sequence, and which part this rank has
+        self.splits_tokens = False  # a tensor group splits sequences
+        self.split_tokens = 0  # then, of the whole sequence; set by the engine before each stage but the first
 
     @property
     def local_stages(self) -> tuple[int, ...]:
@@ -112,6 +116,27 @@ class PipelineModule(nn.Module):
 
     def stage_of_layer(self, index: int) -> int:
         return next(s for s in range(len(self.placement)) if index < self.parts[s + 1])
+
+    def segments(self, plan: Collection[str]) -> list[Segment]:
+        """The runs of this rank's layers on a sequence that a tensor group has split: from the first layer of the model that has
+        split parts to the last one. `plan`: names of the split modules of all stages."""
+        held = [int(name.split(".")[1]) for name in plan if name.startswith("layers.")]
+        if not held:
+            return []
+        self.split_layers = range(min(held), max(held) + 1)
+        for name in (use for tie in self.ties for uses in tie.uses for use in uses):
+            if int(name.split(".")[1]) in self.split_layers:
+                raise ModelError(
+                    f"tensor_parallel.sequence_parallel: the tied weight '{name}' lies among the layers {min(held)} to {max(held)}, "
+                    "on the split sequence; set it to false"
+                )
+        found = []
+        for stage in self.local_stages:
+            mine = [i for i in range(self.parts[stage], self.parts[stage + 1]) if i in self.split_layers]
+            if mine:
+                layers = tuple(self.layers[str(i)] for i in mine)
+                found.append(Segment(layers, splits=min(held) in mine, joins=max(held) in mine))
+        return found
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         """(inputs of the first stage, labels of the last)."""
@@ -156,7 +181,8 @@ class PipelineModule(nn.Module):
             return
         devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(hash((self.dropout_seed, self.draw, micro, layer)) & (2**63 - 1))
+            own = (self.split_rank,) if layer in self.split_layers else ()  # ranks have other tokens
+            torch.manual_seed(hash((self.dropout_seed, self.draw, micro, layer, *own)) & (2**63 - 1))
             yield
 
     def _build(self, spec: Any, index: int, seed: int | None) -> nn.Module:
@@ -194,7 +220,8 @@ class PipelineModule(nn.Module):
                 share(self.tied, key, attributes, local)
             names = tuple(tied_name(key, path) for path in attributes)
             stages = tuple(sorted({self.stage_of_layer(i) for i, _ in groups[key]}))
-            ties.append(Tie(key, names, stages))
+            at = [f"layers.{i}.{'module.' if spec.forward_fn is not None else ''}" for i, spec in groups[key]]
+            ties.append(Tie(key, names, stages, tuple(tuple(prefix + path for prefix in at) for path in attributes)))
         return tuple(ties)
 
 

@@ -142,9 +142,10 @@ def _job(given: argparse.Namespace, source: ModelSource) -> Job:
 
 
 def _choices(given: argparse.Namespace) -> Choices:
+    again, splits = (tuple(word == "yes" for word in words) for words in (given.recompute, given.split_sequences))
     return Choices(
-        given.pp, given.dp_replicate, given.cp, given.tp, given.ep, given.stage, given.micro_batch,
-        tuple(w == "yes" for w in given.recompute), given.offload, given.schedule, tuple(w == "yes" for w in given.split_sequences), given.attention,
+        given.pp, given.dp_replicate, given.cp, given.tp, given.ep, given.stage, given.micro_batch, again, given.offload, given.schedule,
+        splits, given.attention,
     )  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.initialize import mesh_degrees
 from zeroengine.engine.mechanism import Mechanism, build_mechanism
 from zeroengine.engine.parallel import share_layers, share_sequences
+from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences
+from zeroengine.engine.pipeline_stages import StageComms, Ties, build_stages
 from zeroengine.engine.report import planned_memory
 from zeroengine.errors import ConfigError
 from zeroengine.mesh import Mesh, build_mesh
@@ -81,13 +83,18 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
         model = source.on_meta(num_stages=layout.pp, stage_rank=place)
     else:
         model = source.on_meta()
-    layers = share_layers(model, settings, mesh)
-    share_sequences(model, settings, mesh, layers)
-    if layout.pp > 1 and not isinstance(model, PipelineModule):
-        model = split_causal_lm(model, layout.pp, schedule=layout.schedule, virtual_stages=layout.virtual_stages, stage_rank=place)
     groups = groups_of(mesh)
-    spread_experts(model, settings, mesh, groups, stage=layout.pp > 1)
-    return build_mechanism(model, settings, groups, trains=True)
+    if layout.pp == 1:
+        share_sequences(model, settings, mesh, share_layers(model, settings, mesh))
+        spread_experts(model, settings, mesh, groups)
+        return build_mechanism(model, settings, groups, trains=True, everyone=mesh.everyone)
+    if not isinstance(model, PipelineModule):
+        model = split_causal_lm(model, layout.pp, schedule=layout.schedule, virtual_stages=layout.virtual_stages, stage_rank=place)
+    ties = Ties(model, StageComms.of(mesh), torch.device("meta"))
+    share_stage_layers(model, settings, mesh, mesh.everyone)
+    share_stage_sequences(model, settings, mesh)
+    spread_experts(model, settings, mesh, groups, stage=True)
+    return build_stages(model, settings, groups, ties, mesh.everyone, trains=True)
 
 
 def dry_run(source: ModelSource, job: Job, layout: Layout, write: Callable[[str], object], places: list[int] | None = None) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError
+from zeroengine.parallel.stages import StageSharing
 from zeroengine.pipeline.causal_lm import PipelinedCausalLM, block_list
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.stage import as_input, leaves_with_grad
@@ -60,7 +61,10 @@ def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: in
     first = by_stage[0]
     if not isinstance(first.module, PipelineModule):
         return [StagePass(0, _whole(first, source, given))], 0.0
-    tree, labels = first.module.split_batch(given if len(given) != 2 or "input_ids" in given else tuple(given.values()))
+    with source.fake:
+        tree, labels = first.module.split_batch(given if len(given) != 2 or "input_ids" in given else tuple(given.values()))
+        if first.sharing is not None:
+            tree, labels = first.sharing.begin(0, tree, labels)
     found = []
     known: dict[Any, tuple[Pass, Any]] = {}
     for s in range(len(first.module.placement)):
@@ -110,12 +114,19 @@ def _one_stage(
         return known[key]
     outputs: list[Any] = []
 
+    sharing = rank.sharing if rank.sharing is not None else StageSharing()
+
     def run() -> Iterable[Tensor]:
-        output = module(as_input(tree) if stage else tree, stage, 0)
+        """As the engine runs a stage."""
+        arrived = sharing.unpack(0, as_input(tree)) if stage else tree
+        sharing.use(0)
+        module.split_tokens = sharing.length() if stage else 0
+        output = module(arrived, stage, 0)
         if last:
             return [module.loss(output, labels)]
-        outputs[:] = [as_input(output)]
-        return leaves_with_grad(output)
+        packed = sharing.pack(0, output)
+        outputs[:] = [as_input(packed)]
+        return leaves_with_grad(packed)
 
     params = [p for n, p in module.named_parameters() if _belongs(module, n, stage)]
     known_tensors = [t for t in tree_leaves((tree, labels)) if isinstance(t, Tensor)]
@@ -143,7 +154,10 @@ class _Blocks:
 
     @contextlib.contextmanager
     def only(self, chosen: list[nn.Module]) -> Iterator[None]:
-        self.owner._modules[self.name] = nn.ModuleList(chosen)
+        every = list(self.every)
+        start, end = every.index(self.real[0]), every.index(self.real[-1]) + 1
+        # what stands at the borders of a stage passes hidden states in and out
+        self.owner._modules[self.name] = nn.ModuleList([*every[max(start - 1, 0) : start], *chosen, *every[end : end + 1]])
         try:
             yield
         finally:

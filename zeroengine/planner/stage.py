@@ -17,6 +17,7 @@ from zeroengine.engine.accounting import BucketFacts
 from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
 from zeroengine.engine.mechanism import compute_dtype, gradient_rule, offload_rules, sharding_rule
 from zeroengine.engine.parallel import share_layers, share_sequences
+from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import logger
 from zeroengine.mesh import Mesh
@@ -27,6 +28,7 @@ from zeroengine.moe.plan import place_experts, slot_counts
 from zeroengine.moe.statistics import Statistics
 from zeroengine.offload.placement import Places
 from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.stages import StageSharing
 from zeroengine.pipeline.causal_lm import split_causal_lm
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.planner.model import ModelSource
@@ -55,6 +57,7 @@ class PaperRank:
     settings: Config
     sequences: SharedSequences | None = None
     experts: ExpertParallel | None = None
+    sharing: StageSharing | None = None
 
     def facts(self, device: torch.device, settings: Config | None = None, mesh: Mesh | None = None) -> tuple[list[BucketFacts], int]:
         """The buckets as the engine would build them on `device`, and the bytes of parameters in none. `settings` and `mesh`: others
@@ -125,16 +128,23 @@ class Workshop:
             model = source.build()
             if shape.recompute:
                 recompute(model)
-        layers = share_layers(model, settings, mesh)
-        sequences = share_sequences(model, settings, mesh, layers)
-        if shape.ranks > 1 and not isinstance(model, PipelineModule):
-            with source.fake:
-                model = split_causal_lm(model, shape.ranks, schedule=shape.schedule, virtual_stages=shape.virtual_stages, stage_rank=place)
+        sequences, sharing = None, None
+        if shape.ranks > 1:
+            stages = model if isinstance(model, PipelineModule) else self._split(model, shape, place)
+            cut = share_stage_layers(stages, settings, mesh, mesh.everyone)
+            sharing = StageSharing(None if cut is None else cut.region, share_stage_sequences(stages, settings, mesh))
+            model = stages
+        else:
+            sequences = share_sequences(model, settings, mesh, share_layers(model, settings, mesh))
         members = groups_of(mesh)
         experts = spread_experts(model, settings, mesh, members, stage=shape.ranks > 1)
         with source.fake:
             _cast(model, compute_dtype(settings))
-        return PaperRank(rank, model, mesh, fabric, settings, sequences, experts)
+        return PaperRank(rank, model, mesh, fabric, settings, sequences, experts, sharing)
+
+    def _split(self, model: nn.Module, shape: Shape, place: int) -> PipelineModule:
+        with self.source.fake:
+            return split_causal_lm(model, shape.ranks, schedule=shape.schedule, virtual_stages=shape.virtual_stages, stage_rank=place)
 
 
 def recompute(model: nn.Module) -> None:

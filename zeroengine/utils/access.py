@@ -51,7 +51,7 @@ class _Trained:
         with contextlib.ExitStack() as stack:
             with placement.faults.kept():
                 stack.enter_context(self.master.at_hand(changed=changed))
-            placement.agree(self.optimizer.control, f"access to {self.slot.name}")
+            placement.agree_on(self.optimizer.control, f"access to {self.slot.name}")
             yield
 
     def part_of(self, flat: Tensor) -> Tensor:
