@@ -24,12 +24,11 @@ from zeroengine.engine.report import planned_memory
 from zeroengine.errors import ConfigError
 from zeroengine.mesh import Mesh, build_mesh
 from zeroengine.optim.state import moments_of
-from zeroengine.pipeline.causal_lm import split_causal_lm
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.model import ModelSource
 from zeroengine.planner.show import seconds, size
-from zeroengine.planner.stage import quiet
+from zeroengine.planner.stage import quiet, split_model
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
         spread_experts(model, settings, mesh, groups)
         return build_mechanism(model, settings, groups, trains=True, everyone=mesh.everyone)
     if not isinstance(model, PipelineModule):
-        model = split_causal_lm(model, layout.pp, schedule=layout.schedule, virtual_stages=layout.virtual_stages, stage_rank=place)
+        model = split_model(model, layout.shape(), place)
     ties = Ties(model, StageComms.of(mesh), torch.device("meta"))
     share_stage_layers(model, settings, mesh, mesh.everyone)
     share_stage_sequences(model, settings, mesh)

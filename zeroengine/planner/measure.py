@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroengine.errors import RankError
 from zeroengine.planner.hardware import Hardware
+from zeroengine.planner.passes import Ledger
 
 _TIMEOUT = 300.0
 _REPEATS = 5
@@ -131,16 +132,28 @@ def _computation(device: torch.device, together: Callable[[Callable[[], object]]
         y = torch.empty_like(x)
         return together(lambda: torch.mul(x, 1.5, out=y)) / (2.0 * x.nbytes)
 
-    few = torch.ones(8, device=device)
     start = torch.randn(1 << 22, pin_memory=device.type == "cuda")
     return {
         "product": product(torch.bfloat16),
         "product32": product(torch.float32),
         "memory": passing(device),
         "host": passing(torch.device("cpu")),
-        "operation": together(lambda: [few.add_(1.0) for _ in range(200)]) / 200,
+        "operation": _operation(device, together),
         "link": together(lambda: start.to(device, copy=True)) / start.nbytes,
     }
+
+
+def _operation(device: torch.device, together: Callable[[Callable[[], object]], float]) -> float:
+    """Seconds of an operation that computes next to nothing, forward and backward with autograd and modules around it."""
+    layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(20))).to(device)
+    x = torch.ones(2, 8, device=device)
+
+    def step() -> None:
+        torch.autograd.backward(layers(x).sum())
+
+    with Ledger(layers.parameters()) as ledger:
+        step()
+    return together(step) / ledger.operations
 
 
 def _settle(device: torch.device) -> None:

@@ -75,9 +75,9 @@ class Planner:
     def __init__(self, source: ModelSource, job: Job) -> None:
         self.source, self.job = source, job
         self._workshop = Workshop(source)
-        self._built: dict[Any, list[PaperRank]] = {}
+        self._built: dict[Any, list[PaperRank] | ZeroEngineError] = {}
         self._gathered: dict[Any, list[int]] = {}
-        self._rehearsed: dict[Any, tuple[list[StagePass], float]] = {}
+        self._rehearsed: dict[int, tuple[list[StagePass], float]] = {}
 
     def plan(self, layout: Layout) -> Plan | Refused:
         """Never raises for a layout that cannot be."""
@@ -121,22 +121,24 @@ class Planner:
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _ranks(self, layout: Layout, settings: Config) -> list[PaperRank]:
-        key = (
-            layout.pp, layout.cp, layout.tp, layout.ep, layout.recompute, layout.schedule, layout.virtual_stages,
-            layout.sequence_parallel, layout.attention,
-        )  # fmt: skip
+        key = _cut(layout)
         if key not in self._built:
             self._built.clear()  # only neighbours in the order of the search share them
-            self._built[key] = self._workshop.ranks(settings, self.job.ranks, layout.shape(), _places(layout.pp))
-        return self._built[key]
+            self._rehearsed.clear()
+            try:
+                self._built[key] = self._workshop.ranks(settings, self.job.ranks, layout.shape(), _places(layout.pp))
+            except ZeroEngineError as error:
+                self._built[key] = error
+        found = self._built[key]
+        if isinstance(found, ZeroEngineError):
+            raise found
+        return found
 
     def _passes(self, layout: Layout, ranks: list[PaperRank]) -> tuple[list[StagePass], float]:
-        key = (id(ranks), layout.micro)
-        if key not in self._rehearsed:
-            if len(self._rehearsed) > 64:
-                self._rehearsed.clear()
-            self._rehearsed[key] = rehearse(ranks, self.source, layout.micro, self.job.sequence)
-        return self._rehearsed[key]
+        """Of `ranks`, those of this layout."""
+        if layout.micro not in self._rehearsed:
+            self._rehearsed[layout.micro] = rehearse(ranks, self.source, layout.micro, self.job.sequence)
+        return self._rehearsed[layout.micro]
 
     def _facts(self, rank: PaperRank, layout: Layout, settings: Config) -> tuple[list[BucketFacts], int]:
         mesh, _ = paper_mesh(settings, self.job.ranks, rank.rank, layout.pp)
@@ -199,6 +201,14 @@ class Planner:
         if full.memory.host > job.host_memory:
             return f"rank {full.rank} needs {_gb(full.memory.host)} of host memory, and has {_gb(job.host_memory)}"
         return None
+
+
+def _cut(layout: Layout) -> tuple[Any, ...]:
+    """What layouts must share to be of the same ranks on paper."""
+    return (
+        layout.pp, layout.cp, layout.tp, layout.ep, layout.recompute, layout.schedule, layout.virtual_stages, layout.sequence_parallel,
+        layout.attention,
+    )  # fmt: skip
 
 
 def _places(pp: int) -> list[int]:

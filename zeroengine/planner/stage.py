@@ -23,7 +23,7 @@ from zeroengine.logging import logger
 from zeroengine.mesh import Mesh
 from zeroengine.moe.dispatch import Dispatcher, Route
 from zeroengine.moe.group import ExpertGroup
-from zeroengine.moe.hf import convert
+from zeroengine.moe.hf import convert, is_stacked_experts
 from zeroengine.moe.plan import place_experts, slot_counts
 from zeroengine.moe.statistics import Statistics
 from zeroengine.offload.placement import Places
@@ -144,7 +144,23 @@ class Workshop:
 
     def _split(self, model: nn.Module, shape: Shape, place: int) -> PipelineModule:
         with self.source.fake:
-            return split_causal_lm(model, shape.ranks, schedule=shape.schedule, virtual_stages=shape.virtual_stages, stage_rank=place)
+            return split_model(model, shape, place)
+
+
+def split_model(model: nn.Module, shape: Shape, place: int) -> PipelineModule:
+    """The stages of pipeline rank `place` of a causal LM without values."""
+    experts = [m for m in model.modules() if is_stacked_experts(m)]
+    for m in experts:
+        m.forward = _pass_hidden  # the split runs the model once, and which experts run depends on values
+    try:
+        return split_causal_lm(model, shape.ranks, schedule=shape.schedule, virtual_stages=shape.virtual_stages, stage_rank=place)
+    finally:
+        for m in experts:
+            del m.forward
+
+
+def _pass_hidden(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return hidden_states
 
 
 def recompute(model: nn.Module) -> None:
