@@ -16,8 +16,9 @@ from zeroengine.planner.formulas import BlockShape, block_activations
 from zeroengine.planner.hardware import PRESETS, find_hardware, parse_memory
 from zeroengine.planner.layouts import Choices, Job, Layout
 from zeroengine.planner.model import find_model
+from zeroengine.planner.passes import count_pass
 from zeroengine.planner.plan import Plan, Planner, Refused
-from zeroengine.planner.rehearsal import rehearse
+from zeroengine.planner.rehearsal import loss_of, rehearse
 from zeroengine.planner.search import search
 from zeroengine.planner.show import placement
 from zeroengine.planner.stage import Shape, Workshop
@@ -28,16 +29,17 @@ def gpt2(layers: int = 3) -> dict[str, object]:
     return {"n_layer": layers, "n_embd": 128, "n_head": 4, "vocab_size": 64, "n_positions": 256, "attn_pdrop": 0.0}
 
 
-def test_depth_and_micro_batch_do_not_change_what_is_counted() -> None:
-    """A model is rehearsed by one and two blocks and samples; the sum must be that of the whole."""
-    small, deep = (find_model("gpt2", gpt2(n)) for n in (2, 5))
-    settings = Config.load({"train_micro_batch_size_per_gpu": 1})
-    two, five = (rehearse(Workshop(s).ranks(settings, 1, Shape()), s, 3, 64)[0][0].counted for s in (small, deep))
-    one = rehearse(Workshop(small).ranks(settings, 1, Shape()), small, 1, 64)[0][0].counted
-    assert five.flops > two.flops > one.flops
-    block = (five.saved - two.saved) / 3
-    assert two.flops == 3 * one.flops
-    assert five.saved == pytest.approx(two.saved + 3 * block)
+def test_sums_over_blocks_and_samples_are_those_of_the_whole_model() -> None:
+    """A model is rehearsed by one and two blocks and samples, and here by all of them."""
+    made = find_model("gpt2", gpt2(5))
+    (rank,) = Workshop(made).ranks(Config.load({"train_micro_batch_size_per_gpu": 1}), 1, Shape())
+    summed = rehearse([rank], made, 3, 64)[0][0].counted
+    with made.fake:
+        given = made.inputs(3, 64)
+        whole = count_pass(lambda: [loss_of(rank.module(**given, use_cache=False))], rank.module.parameters(), given.values(), rank.fabric)
+    for name in ("flops", "forward_flops", "saved", "peak", "operations"):
+        assert getattr(summed, name) == pytest.approx(getattr(whole, name)), name
+    assert summed.touched == pytest.approx(whole.touched, rel=0.01)
 
 
 @pytest.mark.parametrize(("tp", "recompute"), [(1, False), (2, False), (1, True)])
