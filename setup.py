@@ -104,8 +104,9 @@ setup(
     extras_require={
         "hf": HF,
         "examples": [*HF, "tqdm"],
-        # peft and trl: their own users' trainers are tested on the engine.
-        "test": ["peft", "trl", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
+        "tensorboard": ["tensorboard"],
+        # peft and trl: their own users' trainers are tested on the engine. tensorboard: what its monitor writes is read again.
+        "test": ["peft", "trl", "tensorboard", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
         "bench": ["matplotlib"],
         # A peer of the benchmarks; its build reads the installed torch, so it is installed by itself and last.
         "peers": ["deepspeed"],

@@ -32,7 +32,12 @@ class DivergenceError(RankError):
 
 
 class NonFiniteError(ZeroEngineError, ArithmeticError):
-    """Gradients stayed non-finite for longer than the configuration allows."""
+    """Gradients were non-finite in a thousand steps in a row."""
+
+
+class OutOfMemoryError(ZeroEngineError, MemoryError):
+    """A rank could not get the memory that it asked for; the message says what it holds and which key of the configuration to
+    change."""
 
 
 class CheckpointError(ZeroEngineError):

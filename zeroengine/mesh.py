@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroengine.comm.fabric import AnyCommunicator, Fabric
@@ -73,6 +74,16 @@ class Degrees:
         return tuple(sum(c * s for c, s in zip(at, strides, strict=True)) for at in product(*axes))
 
 
+def check_experts(degrees: Degrees, size: int) -> None:
+    """Raises `ConfigError` if `size` ranks that share experts do not divide those that share one state."""
+    ranks = math.prod(getattr(degrees, d) for d in SHARD_DIMS)
+    if ranks % size:
+        raise ConfigError(
+            f"mesh.ep {size} does not divide the {ranks} ranks that share one state (dp_shard {degrees.dp_shard} x cp "
+            f"{degrees.cp}), over which experts are spread; give a divisor"
+        )
+
+
 @dataclass(frozen=True)
 class ExpertRanks:
     """The ranks that share experts (`tokens` moves between them, `control` over CPU tensors), and those of a shard group that
@@ -91,12 +102,8 @@ class ExpertRanks:
     @staticmethod
     def of(fabric: Fabric, degrees: Degrees, size: int) -> ExpertRanks:
         """`size` neighbours of a shard group share the experts. Collective. Raises `ConfigError` if they do not divide it."""
+        check_experts(degrees, size)
         shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
-        if len(shard) % size:
-            raise ConfigError(
-                f"mesh.ep {size} does not divide the {len(shard)} ranks that share one state (dp_shard {degrees.dp_shard} x cp "
-                f"{degrees.cp}), over which experts are spread; give a divisor"
-            )
         group, place = divmod(shard.index(fabric.rank), size)
         together, same = shard[group * size : (group + 1) * size], shard[place::size]
         equal = sorted(r for s in same for r in degrees.ranks_along(s, ("dp_replicate",)))
@@ -181,11 +188,15 @@ class Mesh:
     def close(self) -> None:
         """Collective."""
         self.fabric.close()
+        for group in self.device_mesh.get_all_groups():
+            if group is not dist.group.WORLD:  # which a mesh of one dimension has
+                dist.destroy_process_group(group)
 
 
 def build_mesh(fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, ep: int = 1) -> Mesh:
     """Builds the mesh of a job once, from degrees; `ep` folds over dp_shard and cp. Collective over the world."""
     degrees = Degrees.resolve(fabric.world_size, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    check_experts(degrees, ep)  # before any group is made
     # dimensions of one rank would cost one group for every rank of the world
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
     shape = tuple(getattr(degrees, name) for name in dims)

@@ -15,6 +15,8 @@
 
 #include "../ze/export.h"
 #include "checksum.h"
+#include "copy.h"
+#include "crc32.h"
 
 namespace ze::aio {
 namespace {
@@ -178,4 +180,15 @@ ZE_EXPORT int ze_aio_end(int64_t pool, int64_t handle, int64_t* at) {
 
 ZE_EXPORT uint64_t ze_aio_checksum(int64_t address, int64_t bytes) {
     return checksum(reinterpret_cast<const void*>(address), static_cast<size_t>(bytes));
+}
+
+// Whether `ze_aio_crc32` uses instructions for it.
+ZE_EXPORT int ze_aio_crc32_is_fast() { return crc32_is_fast() ? 1 : 0; }
+
+ZE_EXPORT uint32_t ze_aio_crc32(uint32_t sum, int64_t address, int64_t bytes) {
+    return crc32(sum, reinterpret_cast<const void*>(address), static_cast<size_t>(bytes));
+}
+
+ZE_EXPORT void ze_aio_copy(int64_t to, int64_t from, int64_t bytes) {
+    copy_past_caches(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), static_cast<size_t>(bytes));
 }

@@ -7,6 +7,8 @@
 #include <immintrin.h>
 #endif
 
+#include "ze/convert.h"
+
 namespace ze::shm {
 namespace {
 
@@ -33,27 +35,6 @@ struct Arithmetic<Half> {
 template <class T>
 using arithmetic_t = typename Arithmetic<T>::type;
 
-inline float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline uint32_t to_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-inline float widen(BFloat16 x) { return from_bits(static_cast<uint32_t>(x.bits) << 16); }
-
-inline BFloat16 narrow(float value) {
-    const uint32_t bits = to_bits(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return {static_cast<uint16_t>(nan ? 0x7fc0u : rounded)};
-}
-
 constexpr int kBlock = 512;  // elements of a block: the partial sums of all levels stay in the first-level cache
 constexpr int kLevels = 33;
 constexpr size_t kAlign = 64;
@@ -67,7 +48,12 @@ inline void load(const T* source, arithmetic_t<T>* target, int n) {
 
 template <>
 inline void load(const BFloat16* source, float* target, int n) {
-    for (int i = 0; i < n; ++i) target[i] = widen(source[i]);
+    ze::load(source, ze::Kind::kBfloat16, 0, n, target);
+}
+
+template <>
+inline void load(const Half* source, float* target, int n) {
+    ze::load(source, ze::Kind::kHalf, 0, n, target);
 }
 
 template <class T>
@@ -77,76 +63,13 @@ inline void store(const arithmetic_t<T>* source, T* target, int n) {
 
 template <>
 inline void store(const float* source, BFloat16* target, int n) {
-    for (int i = 0; i < n; ++i) target[i] = narrow(source[i]);
-}
-
-#if defined(__F16C__)
-// Tails go through a whole vector of padding: the same instruction, hence the same bits, for every element.
-template <>
-inline void load(const Half* source, float* target, int n) {
-    int i = 0;
-    for (; i + 8 <= n; i += 8) {
-        _mm256_storeu_ps(target + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
-    }
-    if (i < n) {
-        uint16_t in[8] = {};
-        float out[8];
-        std::memcpy(in, source + i, static_cast<size_t>(n - i) * 2);
-        _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in))));
-        std::memcpy(target + i, out, static_cast<size_t>(n - i) * 4);
-    }
+    ze::store(target, ze::Kind::kBfloat16, 0, n, source);
 }
 
 template <>
 inline void store(const float* source, Half* target, int n) {
-    int i = 0;
-    for (; i + 8 <= n; i += 8) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT));
-    }
-    if (i < n) {
-        float in[8] = {};
-        uint16_t out[8];
-        std::memcpy(in, source + i, static_cast<size_t>(n - i) * 4);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(in), _MM_FROUND_TO_NEAREST_INT));
-        std::memcpy(target + i, out, static_cast<size_t>(n - i) * 2);
-    }
+    ze::store(target, ze::Kind::kHalf, 0, n, source);
 }
-#else
-inline float widen_half(uint16_t h) {
-    const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
-    const uint32_t exponent = (h >> 10) & 0x1fu, fraction = h & 0x3ffu;
-    if (exponent == 0) {
-        const float small = static_cast<float>(fraction) * from_bits(0x33800000u);  // 2^-24
-        return from_bits(to_bits(small) | sign);
-    }
-    if (exponent == 31) return from_bits(sign | 0x7f800000u | (fraction << 13));
-    return from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
-}
-
-inline uint16_t narrow_half(float value) {
-    const uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u;
-    const uint32_t size = bits & 0x7fffffffu;
-    if (size > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-    if (size >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and above
-    if (size < 0x38800000u) {  // below 2^-14: adding 0.5 lets the sum's last place be 2^-24
-        const float shifted = from_bits(size) + 0.5f;
-        return static_cast<uint16_t>(sign | (to_bits(shifted) - 0x3f000000u));
-    }
-    return static_cast<uint16_t>(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1u)) >> 13));
-}
-
-template <>
-inline void load(const Half* source, float* target, int n) {
-    for (int i = 0; i < n; ++i) target[i] = widen_half(source[i].bits);
-}
-
-template <>
-inline void store(const float* source, Half* target, int n) {
-    for (int i = 0; i < n; ++i) target[i] = {narrow_half(source[i])};
-}
-#endif
 
 template <class T>
 inline void round_block(arithmetic_t<T>* values, int n) {

@@ -64,7 +64,7 @@ inline const float* load(const void* source, int kind, int64_t begin, int64_t n,
         _mm256_storeu_ps(buffer + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
     }
 #endif
-    for (; i < n; ++i) buffer[i] = from_half(from[i]);
+    for (int64_t left = n - i; left > 0; --left, ++i) buffer[i] = from_half(from[i]);
     return buffer;
 }
 
@@ -86,7 +86,7 @@ inline void store(void* target, int kind, int64_t begin, int64_t n, const float*
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
     }
 #endif
-    for (; i < n; ++i) to[i] = to_half(values[i]);
+    for (int64_t left = n - i; left > 0; --left, ++i) to[i] = to_half(values[i]);
 }
 
 }  // namespace ze

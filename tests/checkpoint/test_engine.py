@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.checkpoint.engines import Awkward, build, fill, held, train, truth, wrong
 from tests.checkpoint.scenarios import run_scenarios
+from tests.checkpoint.test_trouble import _log
 from tests.engine.models import TinyLM, config, tokens
 from tests.ranks import run_ranks
 
@@ -261,7 +262,53 @@ def _in_the_background(d: Path, rank: int) -> list[Any]:
     return found
 
 
+def _a_schedule_that_the_script_steps(d: Path, rank: int) -> list[Any]:
+    """Registered, it comes back; unknown, a save says so, once."""
+    import zeroengine
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        engine, *_ = zeroengine.initialize(model=TinyLM(blocks=1), config=config(2))
+        return engine, torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda n: 1 / (1 + n))
+
+    def rates(engine: Any, schedule: Any) -> list[float]:
+        used = []
+        for step in range(3):
+            used += engine.get_lr()
+            train(engine, step, 1, rank)
+            schedule.step()
+        return used
+
+    engine, schedule = made()
+    engine.register_for_checkpoint(schedule)
+    with _log() as said:
+        rates(engine, schedule)
+        engine.save_checkpoint(d / "known")
+    quiet = not any("a schedule moves the learning rates" in line for line in said)
+    expected = rates(engine, schedule)
+    engine.destroy()
+    engine, schedule = made()
+    engine.register_for_checkpoint(schedule)
+    engine.load_checkpoint(d / "known")
+    again = rates(engine, schedule)
+    engine.destroy()
+    engine, schedule = made()
+    with _log() as said:
+        engine.load_checkpoint(d / "known")
+        engine.save_checkpoint(d / "unknown")
+    told = [line for line in said if "register" in line]
+    refused = False
+    try:
+        engine.register_for_checkpoint(3)
+    except TypeError:
+        refused = True
+    engine.destroy()
+    counted = len(told) == 2 and "1 registered objects, and 0 are registered" in told[0] and "not in the checkpoint" in told[1]
+    return [quiet, again == expected, rank != 0 or counted or told, refused]
+
+
 SCENARIOS = (
+    _a_schedule_that_the_script_steps,
     _run_as_if_not_stopped, _frozen_excluded, _weights_without_optimizer, _before_the_first_step, _numbers_in_the_state,
     _loss_scale, _hybrid, _every_byte_once, _an_engine_that_only_evaluates, _in_the_background,
 )  # fmt: skip

@@ -40,6 +40,8 @@ def _results(rank: int, world: int) -> None:
     if rank < 2:
         (comm.send(shard, 1, "s") if rank == 0 else comm.recv(shard, 0, "s")).wait()
     comm.verify_order(control)
+    rows = comm.exchange(torch.tensor([[rank, 1]]), "facts")
+    assert rows.shape == (world, 1, 2) and rows[:, 0, 0].tolist() == list(range(world))
     assert comm.traffic.bytes["all_gather"] == 24 * (world - 1)
     comm.close()
 

@@ -10,7 +10,7 @@ from zeroengine.config.spec import Kind
 
 PACKAGE = Path(__file__).parent.parent.parent / "zeroengine"
 # Read by a name in a variable, and before there is a typed configuration.
-BY_NAME = {"mesh.pp", "mesh.cp", "mesh.tp", "mesh.ep", "strict", "tensor_parallel.autotp_size"}
+BY_NAME = {"mesh.pp", "mesh.cp", "mesh.tp", "mesh.ep", "strict", "tensor_parallel.autotp_size", "sequence_parallel_size"}
 
 
 def names_read() -> set[str]:

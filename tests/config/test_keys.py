@@ -54,6 +54,24 @@ def test_a_key_at_the_top_level_by_mistake(path: str) -> None:
     assert f"`{name}` is not a key" in text and f"`{path}`" in text
 
 
+@pytest.mark.parametrize("row", [r for r in CLOSED if r.kind is Kind.HONOURED and not r.section and not r.open], ids=lambda row: row.path)
+def test_a_value_of_another_type_is_an_error_that_names_the_key(row) -> None:
+    for value in ([[1]], {"a": {"b": 1}}):
+        text = _complain(_nested(row.path, value))
+        assert f"`{row.path}" in text, text
+
+
+SPELLINGS = [(spelled, row) for spelled, row in TABLE.spellings.items() if TABLE[row].kind is Kind.HONOURED]
+
+
+@pytest.mark.parametrize(("spelled", "path"), SPELLINGS)
+def test_another_spelling_is_the_key(spelled: str, path: str) -> None:
+    """An old or second name is checked as the first is, under the name that was written."""
+    value: Any = [[1]] if not TABLE[path].section else 3
+    text = _complain(_nested(spelled, value))
+    assert f"`{spelled}" in text and "is not a key" not in text, text
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
@@ -90,8 +108,7 @@ ON = {
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}},
     "quantize_training": {"quantize_bits": {"start_bits": 12}}, "eigenvalue": {"enabled": True},
     "progressive_layer_drop": {"enabled": True}, "curriculum_learning": {"enabled": True},
-    "data_efficiency": {"enabled": True}, "sequence_parallel_size": 2,
-    "torch_autocast": {"enabled": True},
+    "data_efficiency": {"enabled": True}, "torch_autocast": {"lower_precision_safe_modules": ["Linear"]},
     "zero_optimization": {"zero_quantized_gradients": True}, "bf16": {"bf16_optimizer_states": True},
     "fp16": {"fp16_master_weights_and_grads": True}, "managed_gradient_accumulation": False,
     "data_types": {"param_dtype": "bf16"}, "pipeline": {"stages": 2},
@@ -154,7 +171,7 @@ def test_describe() -> None:
         "_note": "comment", "train_batch_size": "invalid", "gradient_clipping": "auto", "bfloat16.enabled": "honoured",
         "zero_optimization.stage": "honoured", "zero_optimization.overlap_com": "unknown",
         "zero_optimization.allgather_bucket_size": "ignored", "zero_optimization.cpu_offload": "honoured",
-        "amp": "refused", "wandb.enabled": "ignored", "optimizer.type": "honoured", "optimizer.params.lr": "honoured",
+        "amp": "refused", "wandb.enabled": "honoured", "optimizer.type": "honoured", "optimizer.params.lr": "honoured",
     }  # fmt: skip
     assert reports["zero_optimization.stage"].value == 2
     assert "overlap_comm" in reports["zero_optimization.overlap_com"].text

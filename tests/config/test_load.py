@@ -205,8 +205,8 @@ def said() -> Iterator[list[str]]:
 
 def test_one_warning_names_all_that_is_ignored(said: list[str]) -> None:
     written = {
-        "tensorboard": {"enabled": True, "job_name": "one-warning"},
-        "wandb": {"enabled": False},
+        "hybrid_engine": {"enabled": True, "max_out_tokens": 512},
+        "nebula": {"enabled": False},
         "zero_optimization": {"allgather_bucket_size": 2e8, "contiguous_gradients": True, "reduce_scatter": False},
         "compile": {"deepcompile": True},
     }
@@ -214,9 +214,9 @@ def test_one_warning_names_all_that_is_ignored(said: list[str]) -> None:
     assert len(said) == 1
     text = said[0]
     zero = "zero_optimization"
-    for path in ("tensorboard", f"{zero}.allgather_bucket_size", f"{zero}.reduce_scatter", "compile"):
+    for path in ("hybrid_engine", f"{zero}.allgather_bucket_size", f"{zero}.reduce_scatter", "compile"):
         assert f"`{path}`" in text
-    for path in ("wandb", "contiguous_gradients", "job_name"):
+    for path in ("nebula", "contiguous_gradients", "max_out_tokens"):
         assert path not in text
 
 

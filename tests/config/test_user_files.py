@@ -83,7 +83,7 @@ def test_a_trainers_file_without_its_answers_names_every_key() -> None:
         ({"optimizer": {"type": "Adam", "params": {"lr": 1, "cuda_aware": False}}}, "only the 1-bit optimizers know it"),
         ({"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}}, "moments stay in fp32"),
         ({"optimizer": {"type": "Adam", "eps": 1e-8}}, "`eps` belongs in `optimizer.params`"),
-        ({"data_types": {"keep_in_fp32_modules": ["norm"]}}, "buffers follow the weights"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "autocast in fp16 would need a loss scale"),
         ({"curriculum_learning": {"enabled": True}}, "it changes the batches"),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, "is refused"),
         ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 1}}, "is another spelling of"),
@@ -101,7 +101,8 @@ def test_refused_with_the_true_reason(more: dict[str, Any] | str, expected: str)
     "more",
     [
         {"amp": {"enabled": False}}, {"curriculum_learning": {"enabled": False}}, {"bf16": None},
-        {"data_types": {"keep_in_fp32_modules": "auto"}}, {"tensorboard": {"enabled": False, "job_name": "x"}},
+        {"data_types": {"keep_in_fp32_modules": "auto"}}, {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0}},
+        {"tensorboard": {"enabled": False, "job_name": "x"}},
         {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "use_triton": True}}},
         {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": True}}},
         {"zero_optimization": {"stage": "1", "allgather_bucket_size": "auto"}}, {"zero_optimization": False},

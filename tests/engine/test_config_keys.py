@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import zeroengine
 from tests.engine.versus_torch import TINY, Where, check, difference, fresh, one_mesh, whole_weights
@@ -173,6 +174,53 @@ def _tags(rank: int, ranks: int, folder: str) -> list[str]:
 @pytest.mark.ranks
 def test_unlike_tags(tmp_path: Path) -> None:
     assert run_ranks(_tags, 2, str(tmp_path), timeout=100) == [[], []]
+
+
+def _reach(rank: int, ranks: int, folder: str) -> list[str]:
+    """Keys that change neither results nor what is held: where they arrive."""
+    from zeroengine.moe import ExpertList, MoE
+
+    mesh, faults, heard = one_mesh(), [], Heard()
+    logger.setLevel("INFO")
+    logger.addHandler(heard)
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    data = TensorDataset(torch.arange(7.0)[:, None].expand(7, D))
+    for drop in (False, True):
+        config = {
+            "dataloader_drop_last": drop,
+            "dump_state": drop,
+            "aio": {"block_size": 8192, "queue_depth": 3, "intra_op_parallelism": 2},
+        }
+        settings = {
+            "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 1, **disk}, "gradient_clipping": 0.123, **config,
+        }  # fmt: skip
+        engine, _, loader, _ = zeroengine.initialize(model=fresh(Partly), config=settings, mesh=mesh, training_data=data)
+        lengths = [len(batch[0]) for batch in loader]
+        if lengths != ([3] if drop else [3, 1]):
+            faults.append(f"drop_last {drop}: batches of {lengths}")
+        rule = engine.mechanism.placement._files
+        if (rule.block, rule.requests) != (8192, 6):
+            faults.append(f"files are accessed by {rule}")
+        shown = any('"gradient_clipping": 0.123' in line for line in heard.lines)
+        if shown is not (drop and rank == 0):
+            faults.append(f"dump_state {drop}: {shown}")
+        engine.destroy()
+    logger.removeHandler(heard)
+    for above, copies in ((1.0, True), (5.0, False)):
+        model = nn.Sequential(MoE(D, ExpertList([nn.Linear(D, D) for _ in range(4)])))
+        config = {"train_micro_batch_size_per_gpu": 1, "mesh": {"ep": 2}, "moe": {"copies": copies, "copies_above": above}}
+        engine, *_ = zeroengine.initialize(model=model, config=config)
+        group = engine.experts.group
+        if (group.copies, group.tolerance) != (copies, above):
+            faults.append(f"copies {group.copies} above {group.tolerance}")
+        engine.destroy()
+    return faults
+
+
+@pytest.mark.ranks
+def test_keys_that_arrive_where_they_are_used(tmp_path: Path) -> None:
+    assert run_ranks(_reach, 2, str(tmp_path), timeout=100) == [[], []]
 
 
 def test_node_local_storage_only_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:

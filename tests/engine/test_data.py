@@ -27,7 +27,7 @@ class Numbers(Dataset[Tensor]):
 
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor([float(i)]) for i in range(11))
+        return (torch.tensor([float(i)]) for i in range(25))
 
 
 def loader(dataset: Any = None, ranks: int = 2, rank: int = 0, size: int = 2, drop_last: bool = False) -> EngineLoader:

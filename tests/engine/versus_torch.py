@@ -189,3 +189,25 @@ def check(job: Callable[[int, int], list[str]], ranks: int = 2, timeout: float =
     """Runs `job` on several ranks; each returns the faults it found."""
     faults = [f"rank {r}: {line}" for r, found in enumerate(run_ranks(job, ranks, timeout=timeout)) for line in found]
     assert not faults, "\n" + "\n".join(faults)
+
+
+Job = Callable[[int, int], Any]
+
+
+def run_jobs(rank: int, ranks: int, jobs: list[Job]) -> dict[str, Any]:
+    """Several jobs in one launch of ranks: what each returned, by its name. After an exception, which is told as the one fault of its
+    job, no other one is run: the ranks are no longer in step."""
+    found: dict[str, Any] = {}
+    for job in jobs:
+        try:
+            found[job.__name__] = job(rank, ranks)
+        except Exception:
+            found[job.__name__] = [traceback.format_exc()]
+            break
+    return found
+
+
+def clean(results: list[dict[str, Any]], job: Job) -> None:
+    """Asserts that a job found no fault on any rank."""
+    faults = [f"rank {r}: {line}" for r, found in enumerate(results) for line in found.get(job.__name__, ["not reached"])]
+    assert not faults, "\n" + "\n".join(faults)

@@ -223,7 +223,10 @@ def compiles(folder: Path) -> None:
         assert [step(made, s) for s in range(2)] == expected
         refused(lambda: made.compile(schedule=[]), ConfigError, "schedule")
     with engine(3) as sharded:
-        refused(lambda: sharded.compile(backend="eager"), ConfigError, "stage 3")
+        refused(lambda: sharded.compile(backend="eager"), ConfigError, "stage 3", "block.compile()")
+        for block in sharded.module:
+            block.compile(backend="eager")
+        assert [step(sharded, s) for s in range(2)] == expected
 
 
 @row("`engine.save_checkpoint`, `load_checkpoint`", "torch.distributed.checkpoint of the sharded state")
@@ -378,6 +381,28 @@ def refusals(folder: Path) -> None:
     refused(lambda: deepspeed.DeepSpeedTransformerLayer(), ZeroEngineError, "scaled_dot_product_attention")
     for name in ("inference.v2", "ops.sparse_attention", "compression.compress", "runtime.data_pipeline.data_sampling"):
         refused(lambda n=name: importlib.import_module(f"deepspeed.{n}"), ModuleNotFoundError, name.split(".")[0])
+
+
+@row("`deepspeed.tp_model_init(model, tp_size, …)`")
+def split_layers(folder: Path) -> None:
+    import deepspeed
+    from transformers import LlamaForCausalLM
+
+    from tests.integrations.tiny import model_config
+
+    split = {"tensor_parallel": {"autotp_size": 2}}
+    net = deepspeed.tp_model_init(LlamaForCausalLM(model_config()), tp_size=2, dtype=torch.float32, config=split)
+    ids = torch.arange(3, 9)[None]
+    expected = float(net(input_ids=ids, labels=ids).loss.detach())
+    with engine(1, net=net, **split) as made:
+        assert made.mesh.degrees.tp == 2 and made.dp_world_size == 1
+        loss = made(input_ids=ids, labels=ids).loss
+        assert abs(float(loss.detach()) - expected) < 1e-5
+        made.backward(loss)
+        made.step()
+    refused(lambda: deepspeed.tp_model_init(model(), 4, config=split), ConfigError, "tensor_parallel.autotp_size", "4")
+    other = deepspeed.tp_model_init(model(), tp_size=2)
+    refused(lambda: deepspeed.initialize(model=other, config=config()), ConfigError, "tp_model_init", "2")
 
 
 @row("`engine.offload_states(include=…, device=…)`, `engine.reload_states()`")

@@ -13,7 +13,7 @@ from tests.launcher.netlab import Lab, kill
 
 pytestmark = pytest.mark.timeout(180)
 
-# ZeRO-3 on a tiny model. A step's batch of 12 samples depends on the step alone, so any number of ranks sees the same.
+# ZeRO-3 on a tiny model. A step's batch of 12 (or SAMPLES) depends on the step alone, so any number of ranks sees the same.
 TRAIN = """
     import json, os, pathlib, signal, sys, time
     import torch
@@ -21,10 +21,11 @@ TRAIN = """
     from zeroengine import comm
 
     folder = pathlib.Path(os.environ["FOLDER"])
+    samples, width = int(os.environ.get("SAMPLES", "12")), int(os.environ.get("WIDTH", "16"))
     last, holds = int(os.environ.get("LAST", "6")), os.environ.get("HOLD", "").split(",")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-    config = {"elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2]},
+    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+    config = {"elasticity": {"enabled": True, "max_train_batch_size": samples, "micro_batch_sizes": [2]},
               "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "zero_optimization": {"stage": 3}, "steps_per_print": None}
     engine, *_ = zeroengine.initialize(model=model, config=config)
     asked = []
@@ -33,10 +34,14 @@ TRAIN = """
     if (store / "latest").exists():
         engine.load_checkpoint(str(store))
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    groups = [c for c in engine.mechanism.groups.all if c.size > 1 and c is not engine.mechanism.groups.control]
+    between = lambda: sum(c.sent_between_hosts for c in groups)
+    engine.reset_traffic()
+    at_start = between()
     micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     while engine.global_steps < last:
         step = engine.global_steps
-        data = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+        data = torch.randn(samples, 8, generator=torch.Generator().manual_seed(step))
         total = 0.0
         for i in range(steps):
             at = (i * size + rank) * micro
@@ -59,6 +64,8 @@ TRAIN = """
             if not state[1]:
                 break
             time.sleep(0.05)
+    over = sorted({c.moves_over for c in groups})
+    (folder / f"sent-{rank}").write_text(json.dumps([between() - at_start, engine.traffic()["total"], over]))
     torch.distributed.destroy_process_group()
 """
 
@@ -92,6 +99,20 @@ def test_two_hosts_train_as_one_does(launches: Launches, hosts: Lab, alone: list
     job, place = trained(launches, "two", "--hostfile", hosts.hostfile(launches.folder, count=2), hosts=hosts)
     assert job.finish() == 0, job.err
     assert [loss for _, loss, _ in losses(place)] == alone
+
+
+def test_ranks_of_a_host_share_memory_and_what_leaves_it_is_sent_once(launches: Launches, hosts: Lab) -> None:
+    job, flat = trained(launches, "flat", "--nproc", "4", SAMPLES="8", WIDTH="8192")
+    assert job.finish() == 0, job.err
+    names = hosts.hostfile(launches.folder, count=2, slots=2)
+    job, place = trained(launches, "levels", "--hostfile", names, hosts=hosts, SAMPLES="8", WIDTH="8192")
+    assert job.finish() == 0, job.err
+    assert losses(place) == losses(flat)
+    for rank in range(4):
+        between, total, over = json.loads((place / f"sent-{rank}").read_text())
+        assert over == ["shared memory in a host, Gloo between hosts"]
+        assert 3 * between == total  # to three others, of whom one is the own place of the other host
+        assert json.loads((flat / f"sent-{rank}").read_text()) == [0, total, ["shared memory"]]
 
 
 def test_a_killed_worker_is_restarted_and_goes_on_from_the_checkpoint(launches: Launches, hosts: Lab, alone: list[float]) -> None:

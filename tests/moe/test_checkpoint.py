@@ -10,6 +10,7 @@ import torch
 
 from tests.moe.common import Case, build, cut, distance, settings, tokens
 from tests.ranks import run_ranks
+from zeroengine.checkpoint import SavedCheckpoint
 from zeroengine.errors import ConfigError
 
 
@@ -71,6 +72,19 @@ def test_a_run_goes_on_at_another_degree(tmp_path: Path) -> None:
             losses = torch.tensor([r[at] for r in got]).mean(0)
             want = torch.tensor([r[i] for r in went_on]).mean(0)
             assert distance(losses, want) <= 2e-6, (world, i, case, losses, want)
+
+
+def test_moments_of_experts_are_those_of_a_run_that_never_shared_them(tmp_path: Path) -> None:
+    """Weights, masters and both moments of every expert, for experts in one tensor and in a list."""
+    cases = [Case(ep=ep, stage=stage, kind=kind, optimizer="AdamW") for kind, stage in (("bank", 1), ("list", 3)) for ep in (1, 2)]
+    run_ranks(_save, 2, str(tmp_path), cases, timeout=100)
+    for i in (0, 2):
+        alone, shared = SavedCheckpoint(tmp_path / str(i)), SavedCheckpoint(tmp_path / str(i + 1))
+        assert alone.index.keys() == shared.index.keys()
+        moments = [k for k in alone.index if "experts" in k and "exp_avg" in k]
+        assert len(moments) >= 4
+        for key in alone.index:
+            assert distance(shared.read(key), alone.read(key)) <= (1e-5 if "exp_avg" in key else 1e-4), (cases[i], key)
 
 
 def _constants(rank: int, world: int, folder: str, kind: str) -> dict[str, Any]:

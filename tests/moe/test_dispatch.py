@@ -44,7 +44,7 @@ def tokens(world: int) -> torch.Tensor:
 def _hops(rank: int, world: int, two: bool) -> dict[str, Any]:
     from zeroengine.comm import Fabric, init_distributed
     from zeroengine.moe import ExpertGroup
-    from zeroengine.moe.group import Hops, make_hops
+    from zeroengine.moe.group import Batch, Hops, make_hops
 
     init_distributed()
     fabric = Fabric("cpu")
@@ -53,7 +53,8 @@ def _hops(rank: int, world: int, two: bool) -> dict[str, Any]:
     hops = make_hops(fabric, everybody, 2)
     inside, between = Counting(hops.inside, 2), Counting(hops.between, 2)
     group = ExpertGroup(
-        direct, fabric.communicator("control", everybody, control=True), fabric.communicator("batch", everybody, control=True),
+        direct, fabric.communicator("control", everybody, control=True),
+        Batch.over(fabric.communicator("batch", everybody, control=True)),
         Hops(inside, between) if two else None,
     )  # type: ignore[arg-type]  # fmt: skip
     model = layer(2)

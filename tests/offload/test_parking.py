@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.engine.models import tokens
+from tests.engine.models import TinyLM, tokens
 from tests.offload.runs import Plan, advance, start
 from tests.ranks import run_ranks
 from zeroengine.errors import ConfigError, ModelError, OffloadError
@@ -112,3 +113,38 @@ def test_what_is_refused(tmp_path: Path) -> None:
     told = run_ranks(_refuses, 1, str(tmp_path), timeout=60)[0]
     for text, expected in zip(told, ["'weights'", "nvme_path", "'moon'", "after engine.step()"], strict=True):
         assert expected in text
+
+
+def _storages(rank: int, world: int, folder: str) -> list[str]:
+    """Before any step and for an engine that only evaluates, twice in a row: the memory itself is given up, and comes back."""
+    import zeroengine
+
+    faults = []
+    for stage, trains in ((2, True), (3, True), (3, False), (1, False)):
+        torch.manual_seed(1)
+        settings = Plan(stage, dtype="bf16").settings(folder)
+        settings = settings if trains else {k: v for k, v in settings.items() if k != "optimizer"}
+        engine = zeroengine.initialize(model=TinyLM(), config=settings)[0]
+        before = engine.full_state_dict()
+        held = [b.shard for b in engine.mechanism.buckets] + [m.flat for m in (engine.optimizer.masters if trains else [])]
+        watched = [StorageWeakRef(t.untyped_storage()) for t in held]
+        del held
+        for _ in range(2):
+            engine.offload_states(device="nvme", nvme_path=folder)
+            engine.offload_states(device="nvme", nvme_path=folder)
+        alive = sum(not w.expired() for w in watched)
+        if alive:
+            faults.append(f"stage {stage}, trains {trains}: {alive} of {len(watched)} storages are alive")
+        engine.reload_states()
+        engine.reload_states()
+        after = engine.full_state_dict()
+        if rank == 0 and not all(torch.equal(w, after[n]) for n, w in before.items()):
+            faults.append(f"stage {stage}, trains {trains}: other weights")
+        if trains:
+            advance(engine, rank, 0, 1)
+        engine.destroy()
+    return faults
+
+
+def test_memory_is_given_up_before_a_step_and_without_an_optimizer(tmp_path: Path) -> None:
+    assert run_ranks(_storages, 2, str(tmp_path), timeout=60) == [[], []]

@@ -17,15 +17,15 @@ Losses = tuple[list[float], list[float]]
 
 def build(kind: str, layers: int = 2) -> nn.Module:
     """A model in fp32 (fp64 if its name ends in 64) without dropout, the same in every process. "packed" is a llama with packed
-    documents in its batches, "again" one whose blocks are computed again in backward, "gpt2x4" one of four blocks."""
+    documents in its batches, "again" one whose blocks are computed again in backward, "gpt2x4" and "qwen4" are of four blocks."""
     import transformers as hf
 
     if kind.endswith("64"):
         return build(kind.removesuffix("64")).double()
     if kind == "packed":
         return build("llama")
-    if kind == "gpt2x4":
-        return build("gpt2", layers=4)
+    if kind in ("gpt2x4", "qwen4"):
+        return build(kind[:4], layers=4)
     if kind == "again":
         model = build("llama")
         model.activation_checkpointing_enable()  # type: ignore[operator]
@@ -37,7 +37,9 @@ def build(kind: str, layers: int = 2) -> nn.Module:
     elif kind == "mqa":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **ffn, **heads, num_key_value_heads=1))
     elif kind == "qwen":
-        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**SMALL, **ffn, **heads, num_key_value_heads=2, tie_word_embeddings=True))
+        model = hf.Qwen2ForCausalLM(
+            hf.Qwen2Config(**{**SMALL, "num_hidden_layers": layers}, **ffn, **heads, num_key_value_heads=2, tie_word_embeddings=True)
+        )
     elif kind == "mistral":
         model = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, **ffn, **heads, num_key_value_heads=2, sliding_window=6))
     elif kind == "mixtral":

@@ -234,3 +234,34 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     model.model.register_forward_pre_hook(scale, with_kwargs=True)
     with pytest.raises(ModelError, match="can not be cut"):
         split_causal_lm(model, 1, schedule="interleaved", virtual_stages=2)
+
+
+def _idle_stage(rank: int, world: int, cases: list[tuple[int, str]]) -> Any:
+    """The first stage has parameters that are frozen, or none at all."""
+    zeroengine.init_distributed(verbose=False)
+    found = []
+    for stage, first in cases:
+        ends = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Tanh)] if first == "frozen" else [LayerSpec(nn.Tanh), LayerSpec(nn.Identity)]
+        model = PipelineModule(
+            [*ends, LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4)], world, F.mse_loss, partition_method="uniform"
+        )
+        for name, p in model.named_parameters():
+            p.requires_grad_(not (first == "frozen" and name.startswith("layers.0.")))
+        engine, *_ = zeroengine.initialize(model=model, config=common.config(stage, 2, gradient_clipping=0.01))
+        generator = torch.Generator().manual_seed(3)
+        losses, norms = [], []
+        for _ in range(2):
+            pairs = [(torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)) for _ in range(2)]
+            losses.append(float(engine.train_batch(iter(pairs))))
+            norms.append(engine.get_global_grad_norm())
+        found.append((losses, norms))
+        engine.destroy()
+    return found
+
+
+def test_a_stage_without_anything_to_train() -> None:
+    cases = [(stage, first) for stage in (0, 1, 3) for first in ("frozen", "none")]
+    one = run_ranks(_idle_stage, 1, cases, timeout=60)[0]
+    for results in run_ranks(_idle_stage, 2, cases, timeout=100):
+        for case, (losses, norms), (want, wanted) in zip(cases, results, one, strict=True):
+            assert losses == pytest.approx(want, rel=1e-6) and norms == pytest.approx(wanted, rel=1e-6), case

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def _places(rank: int, world: int, folder: str) -> dict[str, Any]:
         on_disk = engine.memory_report()["disk"]
         engine.destroy()
         found[label] = plain, away, on_disk
+    found["overflows"] = _overflows(rank)
     return found
 
 
@@ -96,9 +98,8 @@ def test_sixteen_bits_follow_one_process(places: list[Any], label: str) -> None:
 # --- one decision ---------------------------------------------------------------------------------------------------------
 
 
-def _overflows(rank: int, world: int) -> list[Any]:
+def _overflows(rank: int) -> list[Any]:
     """An infinite gradient in one stage, of one data-parallel rank, in the second step."""
-    zeroengine.init_distributed(verbose=False)
     found = []
     for kind, bad in ((FP16, 3), (BF16, 0)):
         engine = _engine(_config("", 2, **kind), 2)
@@ -121,8 +122,8 @@ def _overflows(rank: int, world: int) -> list[Any]:
     return found
 
 
-def test_an_overflow_in_one_stage_is_skipped_by_all() -> None:
-    for fp16, bf16 in run_ranks(_overflows, 4, timeout=100):
+def test_an_overflow_in_one_stage_is_skipped_by_all(places: list[Any]) -> None:
+    for fp16, bf16 in (found["overflows"] for found in places):
         assert fp16 == (False, 1, 0.5, True, True)
         assert bf16 == (False, 1, 1.0, True, True)
 
@@ -130,9 +131,19 @@ def test_an_overflow_in_one_stage_is_skipped_by_all() -> None:
 # --- a disk that fails on one stage ---------------------------------------------------------------------------------------
 
 
-def _damaged(rank: int, world: int, folder: str) -> list[str]:
-    """The state of the second stage is cut short: neither a save nor a step is made on any."""
+def _error_of(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except OffloadError as error:
+        return str(error)
+    return "no error"
+
+
+def _faults(rank: int, world: int, folder: str) -> list[str]:
+    """A folder that can be made on the first stage's rank only; then the state of the second stage is cut short."""
     zeroengine.init_distributed(verbose=False)
+    where = folder if rank == 0 else f"{folder}/file/inside"
+    told = [_error_of(lambda: _engine(_config(where, 1, state="nvme"), 2))]
     engine = _engine(_config(folder, 1, state="nvme", **BF16), 2)
     _steps(engine, 0, 2)
     (store,) = engine.mechanism.placement.stores
@@ -140,36 +151,17 @@ def _damaged(rank: int, world: int, folder: str) -> list[str]:
     if rank == 1:
         os.truncate(store.path, 100)
     torch.distributed.barrier()
-    told = []
-    for act in (lambda: engine.save_checkpoint(f"{folder}/saved"), lambda: _steps(engine, 2, 1)):
-        try:
-            act()
-            told.append("no error")
-        except OffloadError as error:
-            told.append(str(error))
+    told.append(_error_of(lambda: engine.save_checkpoint(f"{folder}/saved")))
+    told.append(_error_of(lambda: _steps(engine, 2, 1)))
     return told
 
 
 def test_a_disk_of_one_stage_stops_all_with_one_message(tmp_path: Path) -> None:
-    first, second = run_ranks(_damaged, 2, str(tmp_path), timeout=60)
+    """Neither a save nor a step is made on any."""
+    (tmp_path / "file").touch()
+    first, second = run_ranks(_faults, 2, str(tmp_path), timeout=60)
     assert first == second
-    for told in first:
+    assert "rank 1 on" in first[0] and "file" in first[0]
+    for told in first[1:]:
         assert "rank 1 on" in told and "optimizer.bin" in told and "the file ends before the data does" in told, told
     assert not (tmp_path / "saved" / "global_step2").exists()
-
-
-def _no_folder(rank: int, world: int, folder: str) -> str:
-    """The folder can be made on the first stage's rank only."""
-    zeroengine.init_distributed(verbose=False)
-    where = folder if rank == 0 else f"{folder}/file/inside"
-    try:
-        _engine(_config(where, 1, state="nvme"), 2)
-    except OffloadError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_folder_that_one_stage_cannot_make(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    first, second = run_ranks(_no_folder, 2, str(tmp_path), timeout=60)
-    assert first == second and "rank 1 on" in first and "file" in first

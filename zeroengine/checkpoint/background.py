@@ -7,28 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeroengine.checkpoint.ranks import Ranks, describe
 from zeroengine.checkpoint.saving import Saver
+from zeroengine.checkpoint.staging import StagingMemory
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import logger
 from zeroengine.zero.layout import Piece
-
-_ALIGN = 64  # bytes between staged pieces, a cache line
 
 
 class BackgroundSaver:
     """Saves one checkpoint at a time in a thread of its own, over a process group of its own.
 
     The thread is no daemon: a process that ends waits for its save. An error is logged where it happens, and raised by the
-    next `wait` or `start`.
+    next `wait` or `start`. The memory that a save is copied to is kept for the next one, see `StagingMemory`.
     """
 
     def __init__(self) -> None:
         self._group: ProcessGroup | None = None
+        self._memory = StagingMemory()
         self._thread: threading.Thread | None = None
         self._doing = ""
         self._error: BaseException | None = None
@@ -50,7 +49,7 @@ class BackgroundSaver:
         if self._group is None and world > 1:
             self._group = dist.new_group(backend="gloo")
         saver = Saver(Path(folder), Ranks(self._group, rank, world), latest=latest, keep_last=keep_last)
-        saver.prepare(staged(tensors), replicated, per_rank)
+        saver.prepare(self._memory.stage(tensors), replicated, per_rank)
         self._doing = saver.doing
         self._thread = threading.Thread(target=self._run, args=(saver,), name=f"zeroengine {saver.doing}", daemon=False)
         self._thread.start()
@@ -61,6 +60,9 @@ class BackgroundSaver:
         except BaseException as exc:  # handed to the training thread
             self._error = exc
             logger.error("in the background: %s", describe(exc))
+        finally:
+            saver.forget()
+            self._memory.release()
 
     @property
     def busy(self) -> bool:
@@ -79,33 +81,11 @@ class BackgroundSaver:
             raise error
 
     def close(self) -> None:
-        """Waits and gives the process group back. Collective."""
+        """Waits and gives the process group and the memory back. Collective."""
         try:
             self.wait()
         finally:
+            self._memory.close()
             group, self._group = self._group, None
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-
-
-def staged(tensors: Mapping[str, Sequence[Piece]]) -> dict[str, list[Piece]]:
-    """Copies of the pieces in one block of host memory, pinned where they come from a device."""
-    pieces = [piece for parts in tensors.values() for piece in parts]
-    places, size = [], 0
-    for piece in pieces:
-        places.append(size)
-        size += -(-piece.data.nbytes // _ALIGN) * _ALIGN
-    devices = {piece.data.device for piece in pieces if piece.data.device.type != "cpu"}
-    block = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-    at = iter(places)
-    copies: dict[str, list[Piece]] = {}
-    for key, parts in tensors.items():
-        copies[key] = []
-        for piece in parts:
-            start = next(at)
-            target = block[start : start + piece.data.nbytes].view(piece.data.dtype)
-            target.copy_(piece.data.detach(), non_blocking=True)
-            copies[key].append(Piece(piece.name, piece.shape, piece.start, target, piece.part))
-    for device in devices:
-        torch.accelerator.synchronize(device)
-    return copies

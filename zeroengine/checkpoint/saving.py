@@ -103,6 +103,10 @@ class Saver:
                 folders.discard(self.saving)
             raise
 
+    def forget(self) -> None:
+        """Lets go of the tensors that `prepare` was given."""
+        self.views = {}
+
     def begin(self) -> None:
         name = self.ranks.on_rank0(self.doing, lambda: folders.begin(self.final).name)
         self.saving = self.final.parent / name
@@ -123,10 +127,13 @@ class Saver:
 
     def write(self) -> None:
         writer = SummingWriter(self.saving)
-        metadata = self.ranks.torch_phase(
-            self.doing,
-            lambda: dcp.save(dict(self.views), storage_writer=writer, **self.ranks.torch_arguments()),
-        )
+        try:
+            metadata = self.ranks.torch_phase(
+                self.doing,
+                lambda: dcp.save(dict(self.views), storage_writer=writer, **self.ranks.torch_arguments()),
+            )
+        finally:
+            writer.close()
 
         def work() -> dict[str, FileSum]:
             self._check_cover(metadata)

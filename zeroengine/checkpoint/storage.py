@@ -15,8 +15,9 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -26,7 +27,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from zeroengine.checkpoint.raw import RawFile
+from zeroengine.checkpoint.stream import BLOCK, BlockWriter, SummedFile
 from zeroengine.errors import CheckpointError
+from zeroengine.ops.aio import crc32
 
 METADATA = ".metadata"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -36,28 +39,34 @@ FileSum = tuple[int, int]
 
 
 class SummingWriter(FileSystemWriter):
-    """Writes into `folder` and knows afterwards what it wrote on this rank: `sums` by file name."""
+    """Writes into `folder` and knows afterwards what it wrote on this rank: `sums` by file name. Its files are durable."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=True, overwrite=True)
+        # every stream is synced where it ends, so torch need not do it
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
         self.fs = _SummingFileSystem()
 
     @property
     def sums(self) -> dict[str, FileSum]:
         return cast(_SummingFileSystem, self.fs).sums
 
+    def close(self) -> None:
+        """Gives up the threads and the memory that writing took."""
+        cast(_SummingFileSystem, self.fs).blocks.close()
+
 
 class _SummingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
+        self.blocks = BlockWriter()
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
+        if "w" not in mode:
+            with super().create_stream(path, mode) as stream:
                 yield stream
-                return
-            summed = _SummedStream(cast(IO[bytes], stream))
+            return
+        with SummedFile(Path(path), self.blocks) as summed:
             try:
                 yield cast(io.IOBase, summed)
             except RuntimeError as exc:
@@ -70,35 +79,6 @@ class _SummingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class _SummedStream:
-    """The part of a binary file that torch's writer uses: it only appends, so the sums can be kept as bytes go by."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.size, self.crc = stream, 0, 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        self.size += memoryview(data).nbytes
-        try:
-            return self._stream.write(data)
-        except OSError as exc:
-            self.error = self.error or exc
-            raise
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class SafeReader(FileSystemReader):
@@ -186,10 +166,12 @@ class _IndexUnpickler(pickle.Unpickler):
 def sum_of(path: Path) -> FileSum:
     """Size and CRC-32 of a file as it is on disk."""
     size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
+    block = bytearray(BLOCK)
+    memory = torch.frombuffer(block, dtype=torch.uint8)
+    with FileIO(path, "rb") as file:
+        while got := file.readinto(block):
+            size += got
+            crc = crc32(memory[:got], crc)
     return size, crc
 
 

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from zeroengine.comm import checks
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
+from zeroengine.comm.listening import Listener, Movement, Watched
 from zeroengine.comm.protocol import Communicator, ReduceOp, Traffic, Work
 from zeroengine.comm.torch_names import all_gather_single, all_to_all_single, reduce_scatter_single
+from zeroengine.device import local_device
 
 _REMEMBERED = 64
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -44,6 +46,17 @@ class DirectWork:
 
     def done(self) -> bool:
         return self._handle is None or bool(self._handle.is_completed())
+
+
+class _WatchedOnStream(Watched):
+    """The current stream waits, and not the host: events on it tell how long."""
+
+    def _finish(self, work: Work, movement: Movement) -> None:
+        before, after = (torch.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        work.wait()
+        after.record()
+        movement.marks = before, after
 
 
 class OrderRecord:
@@ -85,6 +98,7 @@ class DirectCommunicator:
         self.rank = dist.get_group_rank(group, dist.get_rank())
         self.size = len(self.ranks)
         self.traffic = Traffic()
+        self.listeners: tuple[Listener, ...] = ()
         self.order = OrderRecord()
         self._group: dist.ProcessGroup | None = group
 
@@ -93,13 +107,14 @@ class DirectCommunicator:
 
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)
-        self._note("all_gather", subject, full, checks.sent_share(full.nbytes, self.size))
+        told = self._note("all_gather", subject, full, checks.sent_share(full.nbytes, self.size))
         full, shard = full.view(-1), shard.view(-1)
-        return DirectWork(all_gather_single(full, shard, group=self._group, async_op=True), (full, shard))
+        return self._watched(told, DirectWork(all_gather_single(full, shard, group=self._group, async_op=True), (full, shard)))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
-        self._note("reduce_scatter", subject, full, checks.sent_share(full.nbytes, self.size))
+        sent = checks.sent_share(full.numel() * shard.element_size(), self.size)
+        told = self._note("reduce_scatter", subject, full, sent)
         wide = full if full.dtype == shard.dtype else full.to(shard.dtype)  # the sum is made in the shard's dtype
         direct = not accumulate
         out = shard.view(-1) if direct else torch.empty_like(shard.view(-1))
@@ -111,22 +126,22 @@ class DirectCommunicator:
             if accumulate:
                 shard.view(-1).add_(out)
 
-        return DirectWork(handle, (shard, full, wide, out), finish)
+        return self._watched(told, DirectWork(handle, (shard, full, wide, out), finish))
 
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_scale(self.name, tensor, scale, subject, op)
         padded = -(-tensor.numel() // self.size) * self.size * tensor.element_size()
-        self._note("all_reduce", subject, tensor, 2 * checks.sent_share(padded, self.size), op)
+        told = self._note("all_reduce", subject, tensor, 2 * checks.sent_share(padded, self.size), op)
         handle = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
-        return DirectWork(handle, (tensor,), (lambda: tensor.mul_(scale)) if scale != 1.0 else None)
+        return self._watched(told, DirectWork(handle, (tensor,), (lambda: tensor.mul_(scale)) if scale != 1.0 else None))
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.require(0 <= src < self.size, f"source {src} of a group of {self.size}", self.name, subject)
         sent = checks.sent_share(tensor.nbytes, self.size)
-        self._note("broadcast", subject, tensor, sent, f"from rank {self.ranks[src]}")
-        return DirectWork(dist.broadcast(tensor, self.ranks[src], group=self._group, async_op=True), (tensor,))
+        told = self._note("broadcast", subject, tensor, sent, f"from rank {self.ranks[src]}")
+        return self._watched(told, DirectWork(dist.broadcast(tensor, self.ranks[src], group=self._group, async_op=True), (tensor,)))
 
     def all_to_all(
         self,
@@ -141,26 +156,32 @@ class DirectCommunicator:
         uneven = input_splits is not None
         kept = input_splits[self.rank] if input_splits is not None else input.numel() // self.size
         sent = (input.numel() - kept) * input.element_size()
-        self._note("all_to_all", subject, input[:0] if uneven else input, sent, "uneven blocks" if uneven else "")
+        told = self._note("all_to_all", subject, input[:0] if uneven else input, sent, "uneven blocks" if uneven else "")
         receives = list(output_splits) if output_splits is not None else None
         sends = list(input_splits) if input_splits is not None else None
         handle = all_to_all_single(output, input, receives, sends, group=self._group, async_op=True)
-        return DirectWork(handle, (output, input))
+        return self._watched(told, DirectWork(handle, (output, input)))
 
     def send(self, tensor: Tensor, dst: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_peer(self.name, self.size, self.rank, dst, subject)
-        self.traffic.count("send", tensor.nbytes)
-        return DirectWork(dist.isend(tensor, self.ranks[dst], group=self._group), (tensor,))
+        told = self._told("send", subject, tensor.nbytes)
+        return self._watched(told, DirectWork(dist.isend(tensor, self.ranks[dst], group=self._group), (tensor,)))
 
     def recv(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_peer(self.name, self.size, self.rank, src, subject)
-        self.traffic.count("recv", 0)
-        return DirectWork(dist.irecv(tensor, self.ranks[src], group=self._group), (tensor,))
+        told = self._told("recv", subject, 0)
+        return self._watched(told, DirectWork(dist.irecv(tensor, self.ranks[src], group=self._group), (tensor,)))
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
-        raise TypeError(f"communicator {self.name!r} moves device tensors; exchange {subject!r} on a control communicator")
+        """Rows of all ranks, on the CPU. Blocks the host; `values` travels through the device."""
+        mine = values.contiguous().view(-1).to(local_device())
+        rows = mine.new_empty(self.size * mine.numel())
+        self._note("exchange", subject, mine, checks.sent_share(rows.nbytes, self.size))
+        handle = all_gather_single(rows, mine, group=self._group, async_op=True)
+        DirectWork(handle, (rows, mine)).wait()
+        return rows.view(self.size, *values.shape).cpu()
 
     def barrier(self, subject: str) -> None:
         raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")
@@ -190,9 +211,16 @@ class DirectCommunicator:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _note(self, kind: str, subject: str, tensor: Tensor, sent: int, detail: str = "") -> None:
+    def _note(self, kind: str, subject: str, tensor: Tensor, sent: int, detail: str = "") -> Movement | None:
         self.order.add(Fingerprint(kind, subject, tensor.numel(), tensor.dtype, detail))
+        return self._told(kind, subject, sent)
+
+    def _told(self, kind: str, subject: str, sent: int) -> Movement | None:
         self.traffic.count(kind, sent)
+        return Movement(self, kind, subject, sent) if self.listeners else None
+
+    def _watched(self, movement: Movement | None, work: DirectWork) -> Work:
+        return work if movement is None else _WatchedOnStream(work, movement, self.listeners)
 
     def _first_difference(self, hashes: Tensor, texts: Tensor) -> Exception:
         width = Fingerprint.WIDTH * 8

@@ -13,6 +13,7 @@ from zeroengine.comm.direct import DirectCommunicator
 from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.health import process_monitor
 from zeroengine.comm.lane import Lane
+from zeroengine.comm.listening import Listener
 from zeroengine.comm.local import LocalCommunicator
 from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shared_setup import SharedMemory
@@ -48,6 +49,7 @@ class Fabric:
         self.stall_timeout = stall_timeout
         self.simulated = dist.get_backend() == "fake"
         self._made: list[AnyCommunicator] = []
+        self._listeners: tuple[Listener, ...] = ()
         self._memory = SharedMemory(self.world_size)
         self._watch: HealthWatch | None = None
         if self.world_size > 1 and not self.simulated:
@@ -74,7 +76,29 @@ class Fabric:
             backend = dist.get_default_backend_for_device(self.device)
             made = DirectCommunicator(name, self._new_group(name, members, backend), members)
         self._made.append(made)
+        self._tell(made)
         return made
+
+    @property
+    def communicators(self) -> tuple[AnyCommunicator, ...]:
+        """Those that are open, in the order in which they were made."""
+        return tuple(self._made)
+
+    def listen(self, listener: Listener) -> None:
+        """Every communicator of several ranks tells `listener` of what it moves, until `unlisten`. On this rank only."""
+        self._hear((*self._listeners, listener))
+
+    def unlisten(self, listener: Listener) -> None:
+        self._hear(tuple(other for other in self._listeners if other is not listener))
+
+    def _hear(self, listeners: tuple[Listener, ...]) -> None:
+        self._listeners = listeners
+        for made in self._made:
+            self._tell(made)
+
+    def _tell(self, made: AnyCommunicator) -> None:
+        if not isinstance(made, LocalCommunicator):
+            made.listeners = self._listeners
 
     def close(self) -> None:
         """Closes every communicator that is still open. Collective."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from zeroengine.comm import checks
 from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.lane import Lane, Watch
+from zeroengine.comm.listening import Listener, Movement, Watched, heard
 from zeroengine.comm.local import Finished
 from zeroengine.comm.pairwise import PairLanes
 from zeroengine.comm.protocol import ReduceOp, Traffic, Work
@@ -50,6 +51,7 @@ class TorchCommunicator:
         self.rank = dist.get_group_rank(group, dist.get_rank())
         self.size = len(self.ranks)
         self.traffic = Traffic()
+        self.listeners: tuple[Listener, ...] = ()
         self.stuck = False  # closed, but a thread is still inside an operation that nothing can end
         self._group: dist.ProcessGroup | None = group
         self._transport: Transport | SharedTransport | TwoLevelTransport
@@ -78,32 +80,28 @@ class TorchCommunicator:
 
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)
-        self._count("all_gather", full.nbytes)
         mark = Fingerprint("all_gather", subject, full.numel(), full.dtype)
-        return self._issue(mark, partial(self._transport.all_gather, full, shard), full, shard)
+        return self._issue(mark, self._share(full.nbytes), partial(self._transport.all_gather, full, shard), full, shard)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
-        self._count("reduce_scatter", full.nbytes)
         mark = Fingerprint("reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else "")
         run = partial(self._transport.reduce_scatter, shard, full, scale, accumulate)
-        return self._issue(mark, run, full, shard)
+        return self._issue(mark, self._share(full.nbytes), run, full, shard)
 
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_scale(self.name, tensor, scale, subject, op)
         padded = -(-tensor.numel() // self.size) * self.size * tensor.element_size()
-        self.traffic.count("all_reduce", 2 * checks.sent_share(padded, self.size))
         detail = op if scale == 1 else f"{op}, scale {scale:g}"
         mark = Fingerprint("all_reduce", subject, tensor.numel(), tensor.dtype, detail)
-        return self._issue(mark, partial(self._transport.all_reduce, tensor, op, scale), tensor)
+        return self._issue(mark, 2 * self._share(padded), partial(self._transport.all_reduce, tensor, op, scale), tensor)
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.require(0 <= src < self.size, f"source {src} of a group of {self.size}", self.name, subject)
-        self._count("broadcast", tensor.nbytes)
         mark = Fingerprint("broadcast", subject, tensor.numel(), tensor.dtype, f"from rank {self.ranks[src]}")
-        return self._issue(mark, partial(self._transport.broadcast, tensor, src), tensor)
+        return self._issue(mark, self._share(tensor.nbytes), partial(self._transport.broadcast, tensor, src), tensor)
 
     def all_to_all(
         self,
@@ -116,42 +114,41 @@ class TorchCommunicator:
     ) -> Work:
         checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
         if input_splits is None or output_splits is None:
-            self._count("all_to_all", input.nbytes)
+            sent = self._share(input.nbytes)
             mark = Fingerprint("all_to_all", subject, input.numel(), input.dtype)
             run = partial(self._transport.all_to_all, output, input, None, None)
         else:
             sends, receives = tuple(input_splits), tuple(output_splits)
-            self.traffic.count("all_to_all", (input.numel() - sends[self.rank]) * input.element_size())
+            sent = (input.numel() - sends[self.rank]) * input.element_size()
             mark = Fingerprint("all_to_all", subject, 0, input.dtype, "uneven blocks")
             run = partial(self._uneven, output, input, receives, sends, mark)
-        return self._issue(mark, run, output, input)
+        return self._issue(mark, sent, run, output, input)
 
     def send(self, tensor: Tensor, dst: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_peer(self.name, self.size, self.rank, dst, subject)
         self.traffic.count("send", tensor.nbytes)
         self._check_usable(subject, tensor)
-        return self._pairs.send(tensor, dst, subject) if self._pairs else Finished()
+        return self._watched(self._pairs.send(tensor, dst, subject), "send", subject, tensor.nbytes) if self._pairs else Finished()
 
     def recv(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_peer(self.name, self.size, self.rank, src, subject)
         self.traffic.count("recv", 0)
         self._check_usable(subject, tensor)
-        return self._pairs.recv(tensor, src, subject) if self._pairs else Finished()
+        return self._watched(self._pairs.recv(tensor, src, subject), "recv", subject, 0) if self._pairs else Finished()
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
         values = values.detach().contiguous().view(-1)
-        self._count("exchange", values.nbytes * self.size)
         out = torch.empty(self.size, values.numel(), dtype=values.dtype)
         mark = Fingerprint("exchange", subject, values.numel(), values.dtype)
-        self._issue(mark, partial(self._transport.all_gather, out, values), values).wait()
+        sent = self._share(values.nbytes * self.size)
+        self._issue(mark, sent, partial(self._transport.all_gather, out, values), values).wait()
         return out
 
     def barrier(self, subject: str) -> None:
-        self.traffic.count("barrier", 0)
         # the comparison of fingerprints, or the meeting that ends an operation without data, is itself a barrier
-        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), _nothing).wait()
+        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), 0, _nothing).wait()
 
     def pool_bytes(self) -> int:
         """Bytes of receive buffers held between operations."""
@@ -176,12 +173,22 @@ class TorchCommunicator:
             self._transport.forget_group()
             dist.destroy_process_group(group)
 
-    def _issue(self, mark: Fingerprint, run: Callable[[], None], *tensors: Tensor) -> Work:
+    def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor) -> Work:
         self._check_usable(mark.subject, *tensors)
+        self.traffic.count(mark.kind, sent)
+        if any(t.is_meta for t in tensors):
+            run = _nothing
+        if not self.listeners:
+            return self._start(mark, run)
+        movement = Movement(self, mark.kind, mark.subject, sent)
+        return Watched(self._start(mark, heard(run, movement, self.listeners)), movement, self.listeners)
+
+    def _watched(self, work: Work, kind: str, subject: str, sent: int) -> Work:
+        return Watched(work, Movement(self, kind, subject, sent), self.listeners) if self.listeners else work
+
+    def _start(self, mark: Fingerprint, run: Callable[[], None]) -> Work:
         if self._lane is not None:
             return self._lane.submit(mark, partial(self._complete, run))
-        if any(t.is_meta for t in tensors):
-            return Finished()
         with torch.inference_mode():
             run()
         return Finished()
@@ -202,8 +209,8 @@ class TorchCommunicator:
             usable = t.device.type == "cpu" or (self._simulates and t.is_meta)
             checks.require(usable, f"a CPU communicator was given a {t.device} tensor", self.name, subject)
 
-    def _count(self, kind: str, nbytes: int) -> None:
-        self.traffic.count(kind, checks.sent_share(nbytes, self.size))
+    def _share(self, nbytes: int) -> int:
+        return checks.sent_share(nbytes, self.size)
 
 
 def _nothing() -> None:

@@ -54,7 +54,7 @@ _OWN_CHOICE = (
     )),
     *(f"mesh.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")),
     "steps_per_print", "wall_clock_breakdown", "communication_data_type", "data_types.grad_accum_dtype",
-    "tensor_parallel.autotp_size", "seed",
+    "tensor_parallel.autotp_size", "sequence_parallel_size", "data_types.keep_in_fp32_modules", "seed",
 )  # fmt: skip
 
 _DEFAULT: Literal["default"] = "default"

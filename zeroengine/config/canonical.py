@@ -53,7 +53,9 @@ def canonical(values: dict[str, Any], table: KeyTable) -> Canonical:
     reader = _Reader(table, result, strict=plain_flag(values.get("strict", True)) is not False)
     result.values = reader.section(values, (), "")
     _old_forms(result)
-    _tensor_parallel(result)
+    section = result.values.get("tensor_parallel")
+    _degree(result, section.get("autotp_size") if isinstance(section, dict) else None, "tensor_parallel.autotp_size", "tp")
+    _degree(result, result.values.get("sequence_parallel_size"), "sequence_parallel_size", "cp")
     return result
 
 
@@ -141,21 +143,19 @@ def _old_forms(result: Canonical) -> None:
             zero[target] = {"device": "cpu"}
 
 
-def _tensor_parallel(result: Canonical) -> None:
-    """`tensor_parallel.autotp_size` is another place to write `mesh.tp`."""
-    section = result.values.get("tensor_parallel")
-    size = plain_number(section.get("autotp_size")) if isinstance(section, dict) else None
+def _degree(result: Canonical, value: Any, path: str, dim: str) -> None:
+    """`path`, which has `value`, is another place to write `mesh.<dim>`."""
+    size = plain_number(value)
     if size is None or size <= 1 or isinstance(size, float) and not size.is_integer():
         return
     mesh = result.values.setdefault("mesh", {})
     if not isinstance(mesh, dict):
         return
-    given = mesh.setdefault("tp", int(size))
+    given = mesh.setdefault(dim, int(size))
     if given != AUTO and plain_number(given) != size:
-        spelled = result.spelled("tensor_parallel.autotp_size")
-        text = f"is {size} while `mesh.tp` is {show(given)}; keep one of them"
-        result.problems.append(Problem(spelled, "invalid", text))
-    mesh["tp"] = int(size)
+        text = f"is {size} while `mesh.{dim}` is {show(given)}; keep one of them"
+        result.problems.append(Problem(result.spelled(path), "invalid", text))
+    mesh[dim] = int(size)
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -16,6 +16,17 @@ from zeroengine.config.batch import BatchSizes, resolve_batch
 from zeroengine.config.canonical import Canonical, Problem, canonical
 from zeroengine.config.elastic import ElasticitySection, solve
 from zeroengine.config.keys import KeyTable
+from zeroengine.config.monitoring import (
+    CometSection,
+    CommsLoggerSection,
+    CsvMonitorSection,
+    FlopsProfilerSection,
+    JsonlMonitorSection,
+    MonitorSection,
+    TensorboardSection,
+    TorchProfilerSection,
+    WandbSection,
+)
 from zeroengine.config.names import RefusedValue
 from zeroengine.config.sections import (
     ActivationCheckpointingSection,
@@ -83,6 +94,7 @@ class Config(Section):
     zero_optimization: ZeroSection = key(None, "Sharding.", factory=ZeroSection)
     mesh: MeshSection = key(None, "Degrees of parallelism.", ours=True, factory=MeshSection)
     moe: MoeSection = key(None, "Mixture of experts.", ours=True, factory=MoeSection)
+    sequence_parallel_size: Count = key(1, "Another form of `mesh.cp`.")
     tensor_parallel: TensorParallelSection = key(None, "Another form of `mesh.tp`.", factory=TensorParallelSection)
     sequence_parallel: SequenceParallelSection = key(
         None, "Attention over a sequence that ranks share.", ours=True, factory=SequenceParallelSection
@@ -94,6 +106,15 @@ class Config(Section):
     )
     aio: AioSection = key(None, "Access to files of offloaded state.", factory=AioSection)
     checkpoint: CheckpointSection = key(None, "Saving and loading.", factory=CheckpointSection)
+    tensorboard: TensorboardSection = key(None, "TensorBoard monitor.", factory=TensorboardSection)
+    csv_monitor: CsvMonitorSection = key(None, "Monitor that writes CSV files.", factory=CsvMonitorSection)
+    jsonl_monitor: JsonlMonitorSection = key(None, "Monitor that writes JSON lines.", ours=True, factory=JsonlMonitorSection)
+    wandb: WandbSection = key(None, "Weights & Biases monitor.", factory=WandbSection)
+    comet: CometSection = key(None, "Comet monitor.", factory=CometSection)
+    comms_logger: CommsLoggerSection = key(None, "Log of collectives.", factory=CommsLoggerSection)
+    flops_profiler: FlopsProfilerSection = key(None, "Count of floating-point operations.", factory=FlopsProfilerSection)
+    torch_profiler: TorchProfilerSection = key(None, "Traces of torch.profiler.", ours=True, factory=TorchProfilerSection)
+    monitor: MonitorSection = key(None, "Records of a run.", ours=True, factory=MonitorSection)
 
     steps_per_print: Steps = key(10, "A line of progress every so many steps; null or Infinity: never.")
     wall_clock_breakdown: Flag = key(False, "Time the phases of the step, and report them.")

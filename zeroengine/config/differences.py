@@ -34,8 +34,8 @@ DIFFERENCES = (
         "no bits are lost over ranks; write the key for the other result and half the bytes", True,
     ),
     Difference(
-        "data_types.keep_in_fp32_modules", "buffers follow the weights, except rotary frequencies",
-        "those that a transformers model names stay in fp32", "see the type of the buffers in the model's own code", True,
+        "data_types.keep_in_fp32_modules", "what the key names stays in fp32, and rotary frequencies",
+        "also buffers that a transformers model names", "the key is written where everybody sees it", True,
     ),
     Difference(
         "steps_per_print", "a line every 10 steps", "no line", "progress is seen without asking; null switches it off",

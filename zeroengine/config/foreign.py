@@ -52,21 +52,6 @@ def _refused(name: str, meaning: str, reason: str, keys: str | None = None, asks
 
 
 FOREIGN: tuple[Foreign, ...] = (
-    _ignored("tensorboard", "TensorBoard monitor.", _MONITOR, "enabled output_path job_name"),
-    _ignored("wandb", "Weights & Biases monitor.", _MONITOR, "enabled group team project"),
-    _ignored("csv_monitor", "Monitor that writes CSV files.", _MONITOR, "enabled output_path job_name"),
-    _ignored(
-        "comet", "Comet monitor.", _MONITOR,
-        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
-    ),
-    _ignored(
-        "comms_logger", "Log of collectives.", "the engine counts its traffic always, see the traffic report",
-        "enabled prof_all prof_ops verbose debug",
-    ),
-    _ignored(
-        "flops_profiler", "Count of floating-point operations.", _MONITOR,
-        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file start_step end_step",
-    ),
     _ignored("timers", "Throughput timer.", _MONITOR, "throughput", asks=never),
     _ignored(
         "autotuning", "Settings of the tuning mode of DeepSpeed's launcher.", "read by that launcher only",
@@ -131,10 +116,6 @@ FOREIGN: tuple[Foreign, ...] = (
     _refused("dynamic_train", "Early form of `data_efficiency`.", _CHANGED + "; remove it", asks=switched_on_below),
     _refused("expert_parallel", "Experts found and split automatically.", "write `mesh.ep`"),
     _refused("pipeline", "Settings of the pipeline.", "write `mesh.pp`", asks=always),
-    _refused(
-        "sequence_parallel_size", "Ranks that share one sequence.", "write `mesh.cp`", "",
-        other_than(1, 0, None),
-    ),
     _refused(
         "managed_gradient_accumulation", "False leaves accumulation to the script.",
         "leave it true and set `gradient_accumulation_steps` to 1 to step after every backward", "", other_than(True),

@@ -78,18 +78,20 @@ class Bf16Section(Section):
     bf16_optimizer_states: Flag = refused(False, "Moments in bf16.", _MASTERS)
 
 
-_NO_REGION = "the engine does not enter autocast by itself"
-
-
 class TorchAutocastSection(Section):
-    """`torch.autocast` around the forward."""
+    """`torch.autocast` around the forward: weights stay in the type of the model."""
 
-    enabled: Flag = refused(
-        False, "Run the forward under `torch.autocast`.",
-        "the engine does not enter autocast by itself; wrap the forward in `torch.autocast`, or use `bf16` or `fp16`",
+    enabled: Flag = key(False, "Run the forward under `torch.autocast`.")
+    dtype: DtypeName = key("bf16", "Type of the autocast region: bf16.")
+    lower_precision_safe_modules: Strings | None = refused(
+        None, "Modules that run in the lower type.", "torch's own lists say which operations do; remove the key", present,
     )  # fmt: skip
-    dtype: DtypeName = ignored("bf16", "Type of the autocast region.", _NO_REGION, asks=never)
-    lower_precision_safe_modules: Strings | None = ignored(None, "Modules that run in the lower type.", _NO_REGION, asks=never)
+
+    @model_validator(mode="after")
+    def _needs_no_loss_scale(self) -> TorchAutocastSection:
+        if self.enabled and self.dtype == "fp16":
+            raise ValueError("autocast in fp16 would need a loss scale; set `torch_autocast.dtype` to bf16, or train with `fp16`")
+        return self
 
 
 class DataTypesSection(Section):
@@ -100,13 +102,13 @@ class DataTypesSection(Section):
         None, "Type of the weights.", "the type of the weights follows from `fp16` or `bf16`; remove the key"
     )
     buffer_dtype: DtypeName | None = refused(
-        None, "Type of the buffers.", "buffers keep the type in which the model made them; cast them in the model"
+        None,
+        "Type of the buffers.",
+        "buffers follow the weights, except rotary frequencies and what a module names in `fp32_buffers`; remove the key",
     )
-    keep_in_fp32_modules: Strings | None = refused(
-        None, "Names of modules whose buffers stay in fp32.",
-        "floating-point buffers follow the weights, except rotary frequencies; keep such a module's buffers in fp32 in "
-        "the model's own code, and remove the key", present,
-    )  # fmt: skip
+    keep_in_fp32_modules: Strings | None = key(
+        None, "Modules whose parameters and buffers stay in fp32 in 16-bit training: a part of the path, or the whole with *."
+    )
 
 
 class ActivationCheckpointingSection(Section):
@@ -161,6 +163,8 @@ class MeshSection(Section):
     """Degrees of parallelism. Their product is the number of ranks; `ep` folds over the data-parallel ranks."""
 
     pp: PositiveInteger = key(1, "Pipeline stages.", ours=True)
+    pp_schedule: str = key("1f1b", "Schedule of a causal LM that is given whole and cut into `pp` stages.", ours=True)
+    pp_virtual_stages: PositiveInteger | None = key(None, "Stages on each rank then. Null: as the schedule wants.", ours=True)
     dp_replicate: PositiveInteger = key(1, "Replicas of the sharded state.", ours=True)
     dp_shard: PositiveInteger | None = key(None, "Ranks that share one state. Null: all the rest.", ours=True)
     cp: PositiveInteger = key(1, "Ranks that share one sequence.", ours=True)

@@ -74,7 +74,7 @@ class ZeroSection(Section):
     bucket_size: PositiveInteger | None = key(
         None, "Elements of a bucket; null lets the engine choose, at most `reduce_bucket_size`.", ours=True
     )
-    reduce_bucket_size: PositiveInteger = key(5 * 10**8, "Upper bound on the elements of a bucket.")
+    reduce_bucket_size: Count = key(5 * 10**8, "Upper bound on the elements of a bucket; 0: one parameter each.")
     overlap_comm: Flag | None = ignored(
         None, "Communicate while computing.", "communication always overlaps where it can; the result is the same",
         asks=other_than(True, None),
@@ -131,7 +131,7 @@ class ZeroSection(Section):
     pipeline_loading_checkpoint: Flag = ignored(False, "Overlap checkpoint reading.", "affects loading time only")
     override_module_apply: Flag = ignored(True, "Gather in `Module.apply`.", "`Module.apply` works on gathered values")
     log_trace_cache_warnings: Flag = ignored(False, "Log prefetch surprises.", "affects logging only")
-    enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked")
+    enable_sanity_checks: Flag = ignored(False, "Extra checks.", "the order of collectives is always checked (over NCCL once a step)")
     compute_grad_norm: Flag = ignored(True, "Compute the gradient norm.", "the norm is always known after a step")
     parameter_alignment: Flag = ignored(False, "Parameters start at aligned addresses.", "affects speed only")
     save_muon_momentum_buffer_in_memory: Flag = ignored(False, "Where Muon's momentum lives.", "affects memory only")

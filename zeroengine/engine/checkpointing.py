@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.checkpoint import BackgroundSaver, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.checkpoint import BackgroundSaver, Comparison, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
 from zeroengine.engine import pieces as state
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
@@ -20,7 +20,7 @@ from zeroengine.engine.pieces import Pieces
 from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import log_once, log_rank0
 from zeroengine.optim.schedules import apply_last_rates
 from zeroengine.zero.experts import names_of
 
@@ -46,6 +46,7 @@ class CheckpointMethods:
     global_samples: int
     micro_steps: int
     _background: BackgroundSaver | None = None
+    _registered: tuple[Any, ...] = ()
     _data: Iterator[Any] | None
 
     def save_checkpoint(
@@ -68,6 +69,7 @@ class CheckpointMethods:
         `keep_last` removes older complete checkpoints of `save_dir` once this one is durable.
         """
         self.wait_for_checkpoint()
+        self._warn_of_strange_schedule()
         if self.mechanism.reducer.unfinished:
             log_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it", 30)
         folder = Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}")
@@ -83,6 +85,26 @@ class CheckpointMethods:
                     self._background = BackgroundSaver()
                 self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
         return True
+
+    def register_for_checkpoint(self, *objects: Any) -> None:
+        """Objects of the user's own with `state_dict` and `load_state_dict` (a learning-rate schedule that the script steps itself, a
+        counter) whose state is saved and loaded with every checkpoint from now on: in the same order in the run that loads. The state
+        is that of rank 0."""
+        for each in objects:
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TypeError(f"register_for_checkpoint takes objects with state_dict and load_state_dict, not {type(each).__name__}")
+        self._registered += objects
+
+    def _warn_of_strange_schedule(self) -> None:
+        """torch's schedules leave `initial_lr` in the groups that they move."""
+        optimizer = self.mechanism.optimizer
+        if optimizer is None or self.lr_scheduler is not None or not any("initial_lr" in g for g in optimizer.param_groups):
+            return
+        if not any(hasattr(each, "get_last_lr") for each in self._registered):
+            log_once(
+                "a schedule moves the learning rates that the engine does not know, and its position is not in the checkpoint; give it to "
+                "zeroengine.initialize(lr_scheduler=...), or to engine.register_for_checkpoint if the script steps it (or save it yourself)"
+            )
 
     def _follow_edits(self) -> None:
         """Masters follow what was written into parameters. Collective. What lives on a disk is stored again by this, so it comes
@@ -175,16 +197,20 @@ class CheckpointMethods:
         """Fills weights, masters and, `with_state`, the optimizer from one of our checkpoints. Collective."""
         index = read_index(found, **_world())
         optimizer = self.mechanism.optimizer if with_state else None
-        self.mechanism.reducer.clear()
         self.mechanism.sharder.release_all()
         made = state.make_state(optimizer) if optimizer is not None else []
         try:
             moments = place_parts(state.optimizer_pieces(optimizer), self.module) if optimizer is not None else {}
             plan = plan_load(self.module, self.mechanism, index, self._saved_name)
             verdict = Verdict(found, index, strict, class_name(optimizer))
+
+            def fits(comparison: Comparison) -> None:
+                verdict(comparison)
+                self.mechanism.reducer.forget()  # of a step that was begun: nothing has changed before the verdict
+
             loaded = load(
                 found, {**plan.wanted, **state.under_names(moments, self._saved_name)}, strict=False, only=Verdict.KINDS,
-                allow_pickle=allow_pickle, optional=plan.optional, check=verdict, **_world(),
+                allow_pickle=allow_pickle, optional=plan.optional, check=fits, **_world(),
             )  # fmt: skip
         except CheckpointError:
             for p in made:  # as if nobody had asked
@@ -245,6 +271,7 @@ class CheckpointMethods:
             "param_groups": groups,
             "optimizer": class_name(optimizer),
             "data": None if self.training_dataloader is None else self.training_dataloader.state_dict(),
+            "registered": [each.state_dict() for each in self._registered],
         }
 
     def _restore(self, values: dict[str, Any], with_state: bool, with_scheduler: bool) -> None:
@@ -265,6 +292,18 @@ class CheckpointMethods:
                     apply_last_rates(self.lr_scheduler)
         if self.training_dataloader is not None:
             self._restore_data(self.training_dataloader, values)
+        self._restore_registered(values.get("registered", []))
+
+    def _restore_registered(self, states: list[Any]) -> None:
+        if len(states) != len(self._registered):
+            log_rank0(
+                f"the checkpoint has the state of {len(states)} registered objects, and {len(self._registered)} are registered: theirs "
+                "stays as it is",
+                30,
+            )
+            return
+        for each, values in zip(self._registered, states, strict=True):
+            each.load_state_dict(values)
 
     def _restore_data(self, loader: EngineLoader, values: dict[str, Any]) -> None:
         position = values.get("data")

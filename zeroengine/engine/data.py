@@ -17,7 +17,9 @@ from zeroengine.mesh import Mesh
 
 class EngineLoader:
     """Batches for this data-parallel rank; every pass is an epoch with its own order. Each rank gets another part of the
-    samples, all ranks the same number of batches.
+    samples, all ranks the same number of batches. Of an `IterableDataset`, which keeps its own order, rank r of N takes samples
+    r, r + N, ... and what does not go round is left out; one that was split by rank already (by
+    `datasets.distributed.split_dataset_by_node`) is taken as it is.
 
     `epoch` is the number of the running pass, or of the next one between passes; `position` the batches of it that were
     handed out. A pass that is left early is over. The state is saved with a checkpoint, and after `load_state_dict` the
@@ -47,6 +49,8 @@ class EngineLoader:
                 dataset, num_replicas=ranks, rank=rank, shuffle=True, seed=seed, drop_last=drop_last
             )
             self._sampler = _FromPosition(order)
+        elif ranks > 1:
+            dataset = _share_of(dataset, ranks, rank)
         self._generator = torch.Generator()
         self.loader = DataLoader(
             dataset, batch_size=batch_size, sampler=self._sampler, collate_fn=collate_fn, drop_last=drop_last,
@@ -108,6 +112,35 @@ def build_loader(
         dataset, batch_size, mesh.sample_groups, mesh.sample_group, collate_fn,
         settings.dataloader_drop_last, settings.seed or 0,
     )  # fmt: skip
+
+
+def _share_of(dataset: IterableDataset[Any], ranks: int, rank: int) -> IterableDataset[Any]:
+    if getattr(dataset, "_distributed", None) is not None:
+        return dataset
+    log_rank0(
+        f"training_data is an IterableDataset: each of {ranks} data-parallel ranks takes every {ranks}-th sample; if it gives every "
+        "rank other samples already, make a DataLoader of it and pass the batches to the engine yourself"
+    )
+    return _EveryNth(dataset, ranks, rank)
+
+
+class _EveryNth(IterableDataset[Any]):
+    """Samples `rank`, `rank + ranks`, ... of `dataset`, as many on every rank."""
+
+    def __init__(self, dataset: IterableDataset[Any], ranks: int, rank: int) -> None:
+        self.dataset, self._ranks, self._rank = dataset, ranks, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        mine: Any = None
+        for number, sample in enumerate(self.dataset):
+            place = number % self._ranks
+            if place == self._rank:
+                mine = sample
+            if place == self._ranks - 1:
+                yield mine
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self._ranks  # type: ignore[arg-type]
 
 
 class _FromPosition(Sampler[int]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +13,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroengine.config import BatchSizes, Config
-from zeroengine.engine import report
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.experts import ExpertParallel
-from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.loops import LoopMethods, TokenByToken
+from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype
 from zeroengine.engine.names import ScriptMethods
+from zeroengine.engine.observers import explain_exhaustion
 from zeroengine.engine.parallel import check_replicas
 from zeroengine.engine.parking import OffloadMethods
-from zeroengine.engine.phases import PhaseTimes
+from zeroengine.engine.reporting import ReportMethods
 from zeroengine.engine.state import WeightMethods
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_once, log_rank0, logger
+from zeroengine.logging import log_once
 from zeroengine.mesh import Mesh
-from zeroengine.moe.statistics import LayerStatistics
-from zeroengine.optim.optimizer import StepResult, ZeroOptimizer
+from zeroengine.monitor.observer import Watch
+from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences
@@ -35,7 +37,7 @@ from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.sharder import in_backward
 
 
-class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods, nn.Module):
+class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods, ScriptMethods, LoopMethods, nn.Module):
     """Trains `module` under the configuration. Made by `zeroengine.initialize`.
 
         for batch in loader:
@@ -80,8 +82,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         self._boundary: bool | None = None  # set by the user, else counted
         self._syncs = True
         self._step_ended = False
-        self._times = PhaseTimes(config.wall_clock_breakdown, self.device)
-        self._last_loss: Tensor | None = None
+        self._hint = TokenByToken(self.zero_optimization_partition_weights())
+        self.watch = Watch(mesh.fabric, partial(explain_exhaustion, self))
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
         self._destroyed = False
         self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
@@ -92,17 +94,23 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. With 16-bit weights, fp32 tensors among the arguments are cast to their type."""
         dtype = compute_dtype(self.settings)
+        self._hint.look((args, kwargs))
         if dtype is not None:
 
             def cast(x: Any) -> Any:
                 return x.to(dtype) if isinstance(x, Tensor) and x.dtype is torch.float32 else x
 
             args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        with self._times.phase("forward"):
-            if isinstance(self.sequences, SharedSequences):
-                return self.sequences.run(self.module, args, kwargs)
-            check_same_batch((args, kwargs), self.mesh.same_sample)
-            return self.module(*args, **kwargs)
+        with self.watch.phase("forward"), autocast(self.settings, self.device):
+            try:
+                if isinstance(self.sequences, SharedSequences):
+                    return self.sequences.run(self.module, args, kwargs)
+                check_same_batch((args, kwargs), self.mesh.same_sample)
+                return self.module(*args, **kwargs)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # torch runs no hooks after a KeyboardInterrupt or SystemExit
+                    self.mechanism.sharder.abandon()
+                raise
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Before each forward of the whole model."""
@@ -124,9 +132,16 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         reducer.scale = 1.0 / self.batch.accumulation
         reducer.synchronize = self._syncs and self.is_gradient_accumulation_boundary()
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, *, tokens: int | float | Tensor | None = None
+    ) -> Tensor:
         """Adds the gradients of `loss` (a scalar) / accumulation steps; `scale_wrt_gas=False` says that the loss has been
-        divided already. Applies the loss scale of fp16. Reduces while it runs. Returns `loss`."""
+        divided already. Applies the loss scale of fp16. Reduces while it runs. Returns `loss`.
+
+        With `tokens` the loss is a sum over that many tokens (or whatever it counts; 0 or more), and the step takes the mean over
+        all tokens of all its micro-batches and ranks, as one process would on the whole batch. Then every micro-batch of the step,
+        on every rank, says its number; gradients that are read before the step are not divided by the tokens yet.
+        """
         optimizer = self._need_optimizer("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -138,18 +153,35 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             )
         self._prepare_backward()
         reducer, scale = self.mechanism.reducer, optimizer.scaler.scale
-        self._last_loss = loss.detach()
-        reducer.scale = (1.0 / self.batch.accumulation if scale_wrt_gas else 1.0) / scale
+        share = 1.0 / self.batch.accumulation if scale_wrt_gas else 1.0
+        shown = share
+        if tokens is not None or optimizer.tokens is not None:
+            self._count_tokens(optimizer, tokens)
+            share, shown = 1.0, 1.0 / (self.batch.accumulation * max(float(tokens or 0), 1.0))
+        optimizer.losses.append(loss.detach())
+        self.watch.add_loss(loss, shown)
+        reducer.scale = share / scale
         reducer.mark_backward()
         reducer.guided = True
         try:
-            with self._times.phase("backward"):
+            with self.watch.phase("backward"):
                 (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)
         finally:
             reducer.guided = False
             reducer.scale = 1.0 / self.batch.accumulation
         self.mechanism.sharder.end_backward()
         return loss
+
+    def _count_tokens(self, optimizer: ZeroOptimizer, tokens: int | float | Tensor | None) -> None:
+        """Adds to the tokens of the step. Refuses what would be neither a mean of means nor a mean over tokens."""
+        if tokens is None or (optimizer.tokens is None and self.mechanism.reducer.unfinished):
+            raise ValueError("engine.backward: some micro-batches of this step give tokens=... and some do not; give it to all of them")
+        if self.sequences is not None:
+            raise ValueError("engine.backward(tokens=...): the loss over a shared sequence (mesh.cp) is a mean over all tokens already")
+        count = float(tokens)
+        if not 0 <= count < math.inf:
+            raise ValueError(f"engine.backward: tokens is {count}; it is the number that the loss is a sum over, 0 or more")
+        optimizer.tokens = (optimizer.tokens or 0.0) + count
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the last one of a step clips, updates, and moves the schedule on."""
@@ -164,7 +196,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             self.micro_steps += 1
             self._prepare_backward()
             return
-        with self._times.phase("step"):
+        rates = self.get_lr() if self.watch.observers else []
+        with self.watch.phase("step"):
             result = optimizer.step()
         self.micro_steps += 1
         self.global_steps += 1
@@ -174,13 +207,11 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             self.experts.after_step()
         if result.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        if not result.applied and self._last_loss is not None and not bool(torch.isfinite(self._last_loss)):
-            logger.warning("the loss itself is %s on this rank: the fault is in forward or in the data", float(self._last_loss))
         self._prepare_backward()
         every = self.settings.tensor_parallel.check_replicas_every
         if every and self.global_steps % every == 0:
             self.check_replicas()
-        self._print_progress(result)
+        self._tell_step(result, rates)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One whole step: `gradient_accumulation_steps` micro-batches from `data_iter` (default: the engine's own loader,
@@ -188,8 +219,9 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
         source = data_iter if data_iter is not None else self._endless_data()
         total = torch.zeros((), device=self.device)
         self.train()
-        for _ in range(self.batch.accumulation):
-            loss = self._call(next(source))
+        # All of them first: data that ends in the middle of a step must not leave half a step behind.
+        for batch in [next(source) for _ in range(self.batch.accumulation)]:
+            loss = self._call(batch)
             self.backward(loss)
             total += loss.detach().float()
             self.step()
@@ -251,6 +283,8 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step so far. Collective if there are any."""
+        if self.optimizer is not None:
+            self.optimizer.forget_losses()
         self.mechanism.reducer.forget()
         super().zero_grad(set_to_none)
 
@@ -316,47 +350,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
     def dp_world_size(self) -> int:
         return self.mesh.data_parallel_size
 
-    def expert_statistics(self) -> dict[str, LayerStatistics]:
-        """Of every layer with experts, over the global batch since the last step began: load of each expert, drops, entropy of
-        the router, the ranks' skew. Collective."""
-        return {} if self.experts is None else self.experts.statistics()
-
-    def memory_report(self) -> dict[str, int]:
-        """Bytes by kind that this rank holds now."""
-        return report.measured_memory(self.module, self.mechanism)
-
-    def planned_memory(self) -> dict[str, int]:
-        """Bytes by kind at rest that the layout predicts."""
-        return report.planned_memory(self.module, self.mechanism)
-
-    def traffic(self) -> dict[str, int]:
-        """Bytes sent by this rank since `reset_traffic`."""
-        return report.traffic(self.mechanism)
-
-    def planned_traffic(self) -> int:
-        """Bytes of parameters and gradients that a step should send."""
-        return report.planned_traffic(self.mechanism, self.batch.accumulation)
-
-    def reset_traffic(self) -> None:
-        report.reset_traffic(self.mechanism)
-
-    def _print_progress(self, result: StepResult) -> None:
-        every = self.settings.steps_per_print
-        if every is not None and math.isfinite(every) and every > 0 and self.global_steps % int(every) == 0:
-            rates = ", ".join(f"{lr:.3g}" for lr in self.get_lr())
-            log_rank0(
-                f"step {self.global_steps}: lr {rates}, gradient norm {result.norm:.4g}, skipped {self.skipped_steps}"
-                + (f", loss scale {self.loss_scale:g}" if self.settings.fp16.enabled else "")
-            )
-            for name, layer in self.expert_statistics().items():
-                log_rank0(f"step {self.global_steps}: {name}: {layer.show()}")
-            if self.settings.wall_clock_breakdown:
-                spent = ", ".join(f"{name} {1000 * s / int(every):.1f} ms" for name, s in self._times.take().items())
-                log_rank0(f"step {self.global_steps}: {spent} a step")
-            if self.settings.memory_breakdown:
-                held = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in self.memory_report().items())
-                log_rank0(f"step {self.global_steps}: this rank holds {held}")
-
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; make another with zeroengine.initialize")
@@ -375,15 +368,10 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
             return
         self._destroyed = True
         self._end_background_saves()
+        self.watch.close()
         self.reload_states()
         self._begin_hook.remove()
-        self.mechanism.remove()
-        if self.sequences is not None:
-            self.sequences.remove(self.module)
-        if self.layers is not None:
-            self.layers.remove(self.module)
-        if self.experts is not None:  # last, as it was put on: other ranks' experts come back as copies of whole ones
-            self.experts.remove()
+        take_apart(self.module, self.mechanism, self.sequences, self.layers, self.experts)
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
         if self._owns_mesh:
@@ -408,3 +396,18 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ScriptMethods
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 __all__ = ["SchedulerFactory", "ZeroEngine"]
+
+
+def take_apart(
+    module: nn.Module, mechanism: Mechanism | None, sequences: SharedSequences | StageSequences | None,
+    layers: TensorParallel | None, experts: ExpertParallel | None,
+) -> None:  # fmt: skip
+    """Takes off `module` what was put on it, in the order in which it comes off. Collective."""
+    if mechanism is not None:
+        mechanism.remove()
+    if sequences is not None:
+        sequences.remove(module)
+    if layers is not None:
+        layers.remove(module)
+    if experts is not None:  # last: other ranks' experts come back as copies of whole ones
+        experts.remove()

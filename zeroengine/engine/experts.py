@@ -9,16 +9,22 @@ from torch import nn
 
 from zeroengine.comm.local import LocalCommunicator
 from zeroengine.config import Config
+from zeroengine.engine.parallel import reduction_factor
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_rank0
-from zeroengine.mesh import Mesh
+from zeroengine.mesh import DATA_DIMS, Mesh
 from zeroengine.moe.experts import Experts
-from zeroengine.moe.group import ExpertGroup, make_hops
+from zeroengine.moe.group import Batch, ExpertGroup, make_hops
 from zeroengine.moe.hf import GlobalRouterLoss, convert, is_stacked_experts, revert
-from zeroengine.moe.layer import SparseLayer, sparse_layers
+from zeroengine.moe.layer import SparseExperts, SparseLayer, sparse_layers
 from zeroengine.moe.statistics import LayerStatistics, Statistics
+from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.stages import StageSequences
+from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.build import Groups, check_same
 from zeroengine.zero.held import claim
+
+Sequences = SharedSequences | StageSequences
 
 
 class ExpertParallel:
@@ -27,7 +33,7 @@ class ExpertParallel:
     def __init__(self, model: nn.Module, mesh: Mesh, group: ExpertGroup, bias_speed: float) -> None:
         """Collective."""
         self.group = group
-        self._model, self._batch, self._bias_speed = model, mesh.control, bias_speed
+        self._model, self._batch, self._bias_speed = model, group.batch.ranks, bias_speed
         self._converted = convert(model) if group.size > 1 or bias_speed else {}
         self.layers: dict[str, SparseLayer] = {**sparse_layers(model), **self._converted}
         odd = {n: layer.held.num_experts for n, layer in self.layers.items() if layer.held.num_experts % group.size}
@@ -35,8 +41,15 @@ class ExpertParallel:
             revert(model, self._converted)
             name, number = next(iter(odd.items()))
             raise ConfigError(f"mesh.ep {group.size} does not divide the {number} experts of '{name}'; give a divisor")
-        applies = GlobalRouterLoss.applies(model) and mesh.control.size > 1
-        self._router_loss = GlobalRouterLoss(model, mesh.control) if applies else None
+        limited = [n for n, layer in self.layers.items() if isinstance(layer, SparseExperts) and layer.router.rule.capacity is not None]
+        if limited and not group.batch.ordered:
+            revert(model, self._converted)
+            raise ConfigError(
+                f"tensor_parallel.sequence_parallel: '{limited[0]}' drops tokens by their places in the batch, of which each rank sees "
+                "other ones; set it to false, or drop_tokens to False"
+            )
+        applies = GlobalRouterLoss.applies(model) and group.batch.ranks.size > 1
+        self.router_loss = GlobalRouterLoss(model, group.batch) if applies else None
         if group.size > 1:
             equalize([layer.held for layer in self.layers.values()], mesh)
         for name, layer in self.layers.items():
@@ -47,8 +60,8 @@ class ExpertParallel:
         for layer in self.layers.values():
             layer.gather()
         revert(self._model, self._converted)
-        if self._router_loss is not None:
-            self._router_loss.remove()
+        if self.router_loss is not None:
+            self.router_loss.remove()
 
     def after_step(self) -> None:
         """Moves the biases of routers that balance by them. Collective."""
@@ -86,23 +99,37 @@ def equalize(experts: list[Experts], mesh: Mesh) -> None:
             p.data = values.view(p.shape)
 
 
-def expert_group(settings: Config, mesh: Mesh) -> ExpertGroup:
+def token_batch(settings: Config, mesh: Mesh, layers: TensorParallel | None, sequences: Sequences | None) -> Batch:
+    """Which ranks hold tokens of their own, and which of their rows are tokens. Collective."""
+    if layers is not None and layers.region.splits:
+        ranks = mesh.fabric.communicator("tokens", mesh.ranks_along(*DATA_DIMS, "tp"), control=True)
+        return Batch(ranks, mesh.control.size, layers.region.valid, ordered=False)
+    if sequences is not None:
+        return Batch(mesh.control, reduction_factor(settings, mesh), sequences.link.valid)
+    return Batch.over(mesh.control)
+
+
+def expert_group(settings: Config, mesh: Mesh, batch: Batch) -> ExpertGroup:
     """The streams between the ranks that share experts. Collective."""
     ranks, section = mesh.experts, settings.moe
     if ranks is None:
         rank = mesh.rank
-        return ExpertGroup(LocalCommunicator("experts", rank), LocalCommunicator("experts control", rank), mesh.control)
+        return ExpertGroup(LocalCommunicator("experts", rank), LocalCommunicator("experts control", rank), batch)
     hops = None
     if section.two_hop:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         hops = make_hops(mesh.fabric, ranks.tokens.ranks, section.ranks_per_node or max(1, min(local // mesh.degrees.tp, ranks.size)))
-    return ExpertGroup(ranks.tokens, ranks.control, mesh.control, hops, section.dispatch_dtype, section.copies, section.copies_above)
+    return ExpertGroup(ranks.tokens, ranks.control, batch, hops, section.dispatch_dtype, section.copies, section.copies_above)
 
 
-def spread_experts(model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False) -> ExpertParallel | None:
+def spread_experts(
+    model: nn.Module, settings: Config, mesh: Mesh, groups: Groups, stage: bool = False, layers: TensorParallel | None = None,
+    sequences: Sequences | None = None,
+) -> ExpertParallel | None:  # fmt: skip
     """Spreads the experts of `model` over the `ep` ranks of `mesh`, and lets its routers see the global batch; None where it
     has none. Collective. Raises `ModelError` for a model without experts where ranks should share them (a `stage` of a pipeline
-    may have none), and `ConfigError` where they cannot."""
+    may have none), and `ConfigError` where they cannot. `layers`, `sequences`: of
+    the model, that ranks share."""
     shared = mesh.experts is not None
     if not sparse_layers(model) and not any(is_stacked_experts(m) for m in model.modules()):
         if shared and not stage:
@@ -113,7 +140,11 @@ def spread_experts(model: nn.Module, settings: Config, mesh: Mesh, groups: Group
         return None
     if shared:
         check_same(model, groups)
-    made = ExpertParallel(model, mesh, expert_group(settings, mesh), settings.moe.bias_speed)
+    made = ExpertParallel(
+        model, mesh, expert_group(settings, mesh, token_batch(settings, mesh, layers, sequences)), settings.moe.bias_speed
+    )
+    if isinstance(sequences, SharedSequences):
+        sequences.router_loss = made.router_loss is not None
     if made.layers:
         total = ", ".join(sorted({str(layer.held.num_experts) for layer in made.layers.values()}))
         log_rank0(f"mixture of experts: {len(made.layers)} layers of {total} experts, shared by {made.group.size} ranks")

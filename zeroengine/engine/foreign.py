@@ -47,7 +47,7 @@ def load_deepspeed(
         for p in made:
             optimizer.state.pop(p, None)  # type: ignore[union-attr]
         raise
-    mechanism.reducer.clear()
+    mechanism.reducer.forget()
     mechanism.sharder.release_all()
     reader.fill()
     reader.plan.finish(mechanism)

@@ -16,13 +16,14 @@ from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
 from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
-from zeroengine.engine.engine import ZeroEngine
+from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
-from zeroengine.engine.mechanism import Mechanism, attach_optimizer, build_mechanism
+from zeroengine.engine.mechanism import attach_optimizer, build_mechanism, check_same_config
 from zeroengine.engine.memory import check_memory
+from zeroengine.engine.observers import observe
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline_initialize import cut_model, initialize_pipeline, local_parameters
-from zeroengine.errors import ConfigError, ModelError
+from zeroengine.errors import ConfigError, ModelError, OffloadError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Degrees, Mesh, build_mesh
 from zeroengine.moe.layer import declared_degree
@@ -85,15 +86,31 @@ def initialize(
     owns_mesh = mesh is None
     stages = mesh.degrees.pp if mesh is not None else settings.mesh.pp
     if stages > 1 and not isinstance(model, PipelineModule):
-        model = cut_model(model, stages, optimizer)
+        model = cut_model(model, stages, optimizer, settings.mesh)
         model_parameters = local_parameters(model, model_parameters)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    if mesh is not None:
+        _check_mesh(settings, mesh)
     mesh = mesh if mesh is not None else _mesh(settings, device, stages, _expert_degree(settings, model))
-    if isinstance(model, PipelineModule):
-        return initialize_pipeline(
-            model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
-        )
-    return _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    try:
+        check_same_config(settings, mesh.everyone)
+        made: tuple[ZeroEngine, ZeroOptimizer | None, EngineLoader | None, Any]
+        if isinstance(model, PipelineModule):
+            made = initialize_pipeline(
+                model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh, _scheduler
+            )
+        else:
+            made = _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
+    except (ConfigError, ModelError, OffloadError):  # on all ranks alike: another engine may be made in this process
+        if owns_mesh:
+            mesh.close()
+        raise
+    try:
+        observe(made[0])
+    except ConfigError:  # on all ranks alike
+        made[0].destroy()
+        raise
+    return made
 
 
 def _initialize(
@@ -116,27 +133,23 @@ def _initialize(
     check_free(model)
     check_plain(model)
     to_device(model, mesh.fabric.device)
-    layers, sequences, experts = share_layers(model, settings, mesh), None, None
-    zero_optimizer = None
+    layers = share_layers(model, settings, mesh)
+    sequences = experts = mechanism = zero_optimizer = None
     members = groups_of(mesh)
     try:
-        sequences = share_sequences(model, settings, mesh, layers)
-        experts = spread_experts(model, settings, mesh, members)
+        sequences = share_sequences(model, settings, mesh, layers, trains=source is not None)
+        experts = spread_experts(model, settings, mesh, members, layers=layers, sequences=sequences)
         mechanism = build_mechanism(model, settings, members, trains=source is not None, everyone=mesh.everyone)
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
-            _check_memory(model, mechanism)
-    except Exception:
-        for shared in (sequences, layers):
-            if shared is not None:
-                shared.remove(model)
-        if experts is not None:
-            experts.remove()
+            check_memory(model, mechanism)
+        scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
+        loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
+        engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
+    except Exception:  # the model is as it was and can be given again
+        take_apart(model, mechanism, sequences, layers, experts)
         raise
-    scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
-    engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)
     _tell(engine)
     return engine, zero_optimizer, loader, scheduler
 
@@ -152,7 +165,11 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
 def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) -> Mesh:
     health = settings.health
     fabric = Fabric(device, timeout=health.comm_timeout, stall_timeout=health.stall_timeout)
-    return build_mesh(fabric, **mesh_degrees(settings, fabric.world_size, stages).sizes(), ep=ep)
+    try:
+        return build_mesh(fabric, **mesh_degrees(settings, fabric.world_size, stages).sizes(), ep=ep)
+    except ConfigError:
+        fabric.close()
+        raise
 
 
 def mesh_degrees(settings: Config, world_size: int, stages: int = 1) -> Degrees:
@@ -176,6 +193,26 @@ def mesh_degrees(settings: Config, world_size: int, stages: int = 1) -> Degrees:
     return Degrees.resolve(
         world_size, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
     )  # fmt: skip
+
+
+def _check_mesh(settings: Config, mesh: Mesh) -> None:
+    """Refuses a configuration that asks for another mesh than the one that is given."""
+    degrees, zero, fabric = settings.mesh, settings.zero_optimization, mesh.fabric
+    is_there = {**mesh.degrees.sizes(), "ep": mesh.experts.size if mesh.experts is not None else 1}
+    asked: dict[str, tuple[Any, Any]] = {
+        f"mesh.{name}": (getattr(degrees, name), is_there[name]) for name in degrees.model_fields_set if name in is_there
+    }
+    if zero.mics_shard_size is not None and degrees.dp_shard is None:
+        asked["zero_optimization.mics_shard_size"] = (zero.mics_shard_size, is_there["dp_shard"])
+    for name in settings.health.model_fields_set & {"comm_timeout", "stall_timeout"}:
+        here = fabric.timeout if name == "comm_timeout" else fabric.stall_timeout
+        asked[f"health.{name}"] = (getattr(settings.health, name), here)
+    other = [f"{key} is {wanted}, that of the mesh {found}" for key, (wanted, found) in asked.items() if wanted not in (None, found)]
+    if other:
+        raise ConfigError(
+            f"zeroengine.initialize(mesh=...) has another mesh than the configuration: {'; '.join(other)}; leave these keys out, or "
+            "build the mesh with these values"
+        )
 
 
 def _expert_degree(settings: Config, model: nn.Module) -> int:
@@ -237,11 +274,3 @@ def _tell(engine: ZeroEngine) -> None:
     )
     if engine.settings.dump_state:
         log_rank0("configuration: " + json.dumps(engine.config, indent=2, default=str))
-
-
-def _check_memory(model: nn.Module, mechanism: Mechanism) -> None:
-    try:
-        check_memory(model, mechanism)
-    except Exception:
-        mechanism.remove()
-        raise

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
+from zeroengine.errors import DivergenceError
 from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.optim.options import digest, first_difference, leaf_lines
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients, GradientRule
+from zeroengine.zero.kept import check_names, compute_in_fp32, kept_modules
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
@@ -44,6 +48,7 @@ class Mechanism:
     masters: dict[int, Tensor]  # fp32 values of 16-bit buckets, until the optimizer takes them
     placement: Placement
     optimizer: ZeroOptimizer | None = None
+    handles: tuple[Any, ...] = ()  # of hooks that are nobody else's
 
     @contextlib.contextmanager
     def exposed(self, *, write: bool) -> Iterator[None]:
@@ -62,6 +67,8 @@ class Mechanism:
         self.reducer.forget()
         self.reducer.remove()
         self.sharder.remove()
+        for handle in self.handles:
+            handle.remove()
         for pool in self.pools:
             pool.clear()
         self.placement.close()
@@ -72,9 +79,19 @@ def compute_dtype(config: Config) -> torch.dtype | None:
     return None if config.dtype == "fp32" else _DTYPES[config.dtype]
 
 
+def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What `torch_autocast` puts around the forward. A weight that is cast is not kept for its next use at stage 3: the copies of all
+    weights would be there at one time."""
+    section = config.torch_autocast
+    if not section.enabled:
+        return contextlib.nullcontext()
+    keep = not policy_for(config.zero_optimization.stage).shard_params
+    return torch.autocast(device.type, _DTYPES[section.dtype], cache_enabled=keep)
+
+
 def sharding_rule(config: Config) -> ShardingRule:
     zero = config.zero_optimization
-    size = min(zero.bucket_size or _BUCKET, zero.reduce_bucket_size)
+    size = min(zero.bucket_size or _BUCKET, max(zero.reduce_bucket_size, 1))
     if policy_for(zero.stage).shard_params:
         # Two buckets are live at least: the one in use and the one that is fetched.
         size = min(size, max(zero.stage3_max_live_parameters // 2, 1), zero.stage3_prefetch_bucket_size or size)
@@ -83,6 +100,7 @@ def sharding_rule(config: Config) -> ShardingRule:
     return ShardingRule(
         zero.stage, compute_dtype(config), size, zero.stage3_param_persistence_threshold,
         leaf_module=zero.leaf_module, persistent_total=zero.stage3_model_persistence_threshold,
+        keep=config.data_types.keep_in_fp32_modules or (),
     )  # fmt: skip
 
 
@@ -127,18 +145,36 @@ def gradient_rule(config: Config, dtype: torch.dtype, ranks: int) -> GradientRul
     return GradientRule(accumulate, wire, factor / before, before)
 
 
+def check_same_config(config: Config, control: Communicator) -> None:
+    """Raises `DivergenceError` on every rank where their configurations differ, paths aside. Collective."""
+    lines = leaf_lines(config.to_dict())
+    value = digest(lines)
+    facts = torch.tensor([value, -value], dtype=torch.int64)
+    control.all_reduce(facts, "configuration", op="max").wait()
+    if int(facts[0]) != -int(facts[1]):
+        raise DivergenceError(f"{first_difference(lines, control)}; give zeroengine.initialize the same configuration everywhere")
+
+
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool, everyone: Communicator | None = None) -> Mechanism:
     """Shards `module`; without `trains` there are no gradients. `everyone`: see `Placement`. Collective."""
     check_same(module, groups)
     pools = make_pools(groups)
     rule = sharding_rule(config)
-    cast_buffers(module, rule.dtype)
+    if rule.dtype is not None:
+        check_names(module, rule.keep)
+    cast_buffers(module, rule)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    return Mechanism(built.buckets, sharder, reducer, tuple(pools.values()), gradients, groups, built.masters, placement)
+    pooled, kept = tuple(pools.values()), keep_in_fp32(module, rule)
+    return Mechanism(built.buckets, sharder, reducer, pooled, gradients, groups, built.masters, placement, handles=kept)
+
+
+def keep_in_fp32(module: nn.Module, rule: ShardingRule) -> tuple[Any, ...]:
+    """Hooks on the modules that stay in fp32 in a 16-bit model."""
+    return () if rule.dtype is None else tuple(compute_in_fp32(list(kept_modules(module, rule.keep).values()), rule.dtype))
 
 
 def build_gradients(buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]) -> list[BucketGradients]:
@@ -173,19 +209,15 @@ def attach_optimizer(
     tensor: Communicator | None = None,
 ) -> ZeroOptimizer:  # fmt: skip
     """Builds the sharded update from the user's own optimizer, or from what makes one over parameter groups. `tensor`: control
-    over the ranks that share layers. A model that is refused is left as it was, and can be given again."""
+    over the ranks that share layers."""
     mesh = mechanism.groups
-    try:
-        attached = attach(source, groups, mechanism.gradients, mechanism.masters)
-        mechanism.optimizer = ZeroOptimizer(
-            attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-            build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
-            mechanism.placement,
-        )  # fmt: skip
-        if tensor is not None:
-            step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
-        mechanism.placement.agree(mesh.control, "setting memory and disk aside")
-    except Exception:
-        mechanism.remove()
-        raise
+    attached = attach(source, groups, mechanism.gradients, mechanism.masters)
+    mechanism.optimizer = ZeroOptimizer(
+        attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
+        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        mechanism.placement,
+    )  # fmt: skip
+    if tensor is not None:
+        step_over_layers(mechanism.optimizer, mesh.params.ranks, tensor)
+    mechanism.placement.agree(mesh.control, "setting memory and disk aside")
     return mechanism.optimizer

@@ -12,6 +12,7 @@ from torch import nn
 from zeroengine.comm import get_local_rank
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
+from zeroengine.zero.policy import policy_for
 
 if TYPE_CHECKING:
     from zeroengine.config import BatchSizes, Config
@@ -46,13 +47,13 @@ class ScriptMethods:
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
-        return self.settings.zero_optimization.stage > 0
+        return policy_for(self.settings.zero_optimization.stage).shard_state
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self.settings.zero_optimization.stage >= 2
+        return policy_for(self.settings.zero_optimization.stage).shard_grads
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self.settings.zero_optimization.stage >= 3
+        return policy_for(self.settings.zero_optimization.stage).shard_params
 
     def steps_per_print(self) -> float | None:
         return self.settings.steps_per_print
@@ -88,7 +89,7 @@ class ScriptMethods:
     @property
     def data_parallel_group(self) -> Any:
         """torch's group of the ranks that read different data, for a script's own collectives."""
-        if self.mesh.data_parallel_size != self.world_size:
+        if self.mesh.sample_groups != self.world_size:
             raise ConfigError(
                 f"data_parallel_group: the {self.world_size} ranks are not one data-parallel group here; make the group that you "
                 "need from engine.mesh.ranks_along(...)"
@@ -100,11 +101,11 @@ class ScriptMethods:
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the samples of a step by the number of micro-batches. Between steps, and on all ranks alike. Raises
         `ConfigError` if they do not divide."""
-        per_micro = self.batch.micro * self.mesh.data_parallel_size
+        per_micro = self.batch.micro * self.mesh.sample_groups
         if train_batch_size < 1 or train_batch_size % per_micro:
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}): a step is a multiple of {self.batch.micro} samples x "
-                f"{self.mesh.data_parallel_size} ranks = {per_micro}"
+                f"{self.mesh.sample_groups} data-parallel ranks = {per_micro}"
             )
         self._set_batch(train_batch_size, self.batch.micro)
 
@@ -112,12 +113,12 @@ class ScriptMethods:
         """Changes the samples of a micro-batch, and with them those of a step. Between steps, and on all ranks alike."""
         if micro_batch_size < 1:
             raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): at least 1")
-        self._set_batch(micro_batch_size * self.batch.accumulation * self.mesh.data_parallel_size, micro_batch_size)
+        self._set_batch(micro_batch_size * self.batch.accumulation * self.mesh.sample_groups, micro_batch_size)
 
     def _set_batch(self, train: int, micro: int) -> None:
         if self.mechanism.reducer.unfinished:
             raise ConfigError("the batch size changes between steps; there are gradients of a step under way")
-        accumulation = train // (micro * self.mesh.data_parallel_size)
+        accumulation = train // (micro * self.mesh.sample_groups)
         self.batch = dataclasses.replace(self.batch, train=train, micro=micro, accumulation=accumulation)
         self.micro_steps = 0  # the next micro-batch is the first of a step
         self._prepare_backward()
@@ -151,10 +152,10 @@ class ScriptMethods:
         """Compiles the module's forward with torch.compile, in place. Refused at stage 3, and with a schedule of graph passes."""
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError("engine.compile takes a backend and compile_kwargs; it has no schedule and no compiled autograd")
-        if self.settings.zero_optimization.stage == 3:
+        if self.zero_optimization_partition_weights():
             raise ConfigError(
-                "engine.compile at stage 3: torch.compile reads parameters while it traces, and they are sharded away then; compile "
-                "functions that take no parameters (an attention, a loss), or use stage 2"
+                "engine.compile at stage 3 would gather the whole model at once; compile its blocks, before or after "
+                "zeroengine.initialize: `for block in model.layers: block.compile()`, or use stage 2"
             )
         options = dict(compile_kwargs or {})
         self.module.compile(backend=options.pop("backend", backend), **options)

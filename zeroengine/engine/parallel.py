@@ -26,7 +26,9 @@ from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
 
 
-def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None) -> SharedSequences | None:
+def share_sequences(
+    model: nn.Module, settings: Config, mesh: Mesh, layers: TensorParallel | None = None, trains: bool = True
+) -> SharedSequences | None:
     """Makes the `cp` ranks of `mesh` share the sequences of `model`; None where cp is 1. Collective.
 
     Raises `ModelError` for a model whose attention cannot be exchanged.
@@ -39,7 +41,7 @@ def share_sequences(model: nn.Module, settings: Config, mesh: Mesh, layers: Tens
             f"mesh.cp is {mesh.degrees.cp}: {type(model).__name__} is no transformers model, whose attention could run over "
             "a shared sequence; set mesh.cp to 1, or use zeroengine.sequence (DistributedAttention, ring_attention) in the model"
         )
-    group = sequence_group(name, settings, mesh)
+    group = sequence_group(name, model, settings, mesh, trains)
     total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
     return SharedSequences(model, group, name, mesh.same_sample, mesh.control, reduction_factor(settings, mesh), total)
 
@@ -56,16 +58,30 @@ def attention_name(model: nn.Module, settings: Config, mesh: Mesh) -> str | None
     return name
 
 
-def sequence_group(name: str, settings: Config, mesh: Mesh) -> SequenceGroup:
+def sequence_group(name: str, model: nn.Module, settings: Config, mesh: Mesh, trains: bool) -> SequenceGroup:
     """The ranks that share sequences by the attention of that name. Collective over them."""
     section = settings.sequence_parallel
-    ulysses = ulysses_degree(name, mesh.degrees.cp, section.ulysses)
-    return make_group(mesh.fabric, mesh.ranks_along("cp"), ulysses, section.layout == "zigzag")
+    heads = ulysses_degree(name, mesh.degrees.cp, section.ulysses)
+    if trains:
+        _check_dropout(model, mesh.degrees.cp // heads)
+    return make_group(mesh.fabric, mesh.ranks_along("cp"), heads, section.layout == "zigzag")
 
 
 def reduction_factor(settings: Config, mesh: Mesh) -> float:
     """What the reduction of gradients divides a sum over the tokens of all ranks by."""
     return float(mesh.data_parallel_size if settings.gradient_reduction == "mean" else mesh.sample_groups)
+
+
+def _check_dropout(model: nn.Module, ring: int) -> None:
+    """No rank of a ring sees a whole row of attention probabilities."""
+    config = getattr(model, "config", None)
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        rate = getattr(config, name, None)
+        if rate and ring > 1:
+            raise ConfigError(
+                f"{name} of {type(model).__name__}'s config is {rate}: attention dropout does not work in a ring (of {ring} ranks "
+                'here); set it to 0, or use Ulysses alone (sequence_parallel.attention "ulysses")'
+            )
 
 
 def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParallel | None:
@@ -115,10 +131,11 @@ def check_replicas(model: nn.Module, mechanism: Mechanism, tensor: Communicator)
     """Raises `DivergenceError` on every rank, with the names, if parameters that the ranks of `tensor` (control) all hold whole
     differ between them. Collective."""
     found: dict[str, int] = {}
-    for bucket in mechanism.buckets:
-        for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
-            if tensor_shard(bucket.params[s.index]) is None:
-                found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
+    with mechanism.exposed(write=False):
+        for bucket in mechanism.buckets:
+            for s in bucket.layout.segments(bucket.own.start, bucket.own.stop):
+                if tensor_shard(bucket.params[s.index]) is None:
+                    found[bucket.layout.specs[s.index].name] = digest(bucket.shard[s.at : s.at + s.end - s.start])
     for name, p in model.named_parameters():
         if slot_of(p) is None and tensor_shard(p) is None and p.numel():
             found[name] = digest(p.detach().reshape(-1))

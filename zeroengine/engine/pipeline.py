@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from zeroengine.comm.texts import exchange_texts
 from zeroengine.config import BatchSizes, Config
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
@@ -19,9 +23,12 @@ from zeroengine.engine.pipeline_stages import StageComms, StageReducers, Ties
 from zeroengine.engine.pipeline_weights import PipelineWeightMethods
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.mesh import Mesh
+from zeroengine.moe.statistics import LayerStatistics
+from zeroengine.monitor.observer import Watch
 from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences, StageSharing
 from zeroengine.parallel.tensor import TensorParallel
+from zeroengine.pipeline.actions import Action, Kind
 from zeroengine.pipeline.checks import Checked, check
 from zeroengine.pipeline.executor import Executor, Run
 from zeroengine.pipeline.module import PipelineModule, zero_of
@@ -62,7 +69,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             comms.stream,
             comms.extra,
             self.device,
-            _Hooks(module, mechanism, self._sharing),
+            _Hooks(module, mechanism, self._sharing, self.watch),
         )
         first, last = module.placement[0], module.placement[-1]
         self._holds_first, self._holds_last = module.stage_rank == first, module.stage_rank == last
@@ -85,7 +92,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         feed = self._deal(data_iter, self.batch.accumulation)
         self._weigh(self.batch.accumulation, optimizer.scaler.scale)
         loss = self._pass(checked, feed)
-        self._last_loss = loss
+        optimizer.losses.append(loss)
+        self.watch.add_loss(loss, 1.0)
         self.micro_steps += self.batch.accumulation - 1
         super().step()
         return loss
@@ -250,6 +258,15 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
                 "one slice; set mesh.cp to 1, or let the layers call zeroengine.sequence.shared.shared_attention"
             )
 
+    def _all_expert_statistics(self) -> Mapping[str, LayerStatistics]:
+        """Of all stages."""
+        mine = {name: dataclasses.asdict(layer) for name, layer in self.expert_statistics().items()}
+        found: dict[str, LayerStatistics] = {}
+        for text in exchange_texts(self._comms.control, json.dumps(mine), "statistics of the experts"):
+            for name, values in json.loads(text).items():
+                found[name] = LayerStatistics(**{**values, "load": tuple(values["load"])})
+        return found
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Stages run many times in a step: the schedule says when a micro-batch ends."""
 
@@ -272,8 +289,8 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 class _Hooks:
     """Sharded weights and reductions around the computations of a stage."""
 
-    def __init__(self, module: PipelineModule, mechanism: Mechanism, sharing: StageSharing) -> None:
-        self._mechanism, self._sharing = mechanism, sharing
+    def __init__(self, module: PipelineModule, mechanism: Mechanism, sharing: StageSharing, watch: Watch) -> None:
+        self._mechanism, self._sharing, self._watch = mechanism, sharing, watch
         self._first: dict[str, Bucket] = {}
         for bucket in mechanism.buckets:
             if bucket.policy.shard_params:
@@ -294,6 +311,10 @@ class _Hooks:
         self._mechanism.sharder.end_backward()
         if weights:
             self._reducers.after_gradients(f"stage {stage}")
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        name = "forward" if action.kind is Kind.FORWARD else "backward"
+        return self._watch.phase(name, f"of stage {action.stage}, micro-batch {action.micro}")
 
     @property
     def _reducers(self) -> StageReducers:

@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zeroengine.config import Config, resolve_batch
+from zeroengine.config.sections import MeshSection
 from zeroengine.engine.data import EngineLoader, build_loader
+from zeroengine.engine.engine import take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer
 from zeroengine.engine.memory import check_memory
@@ -25,6 +27,7 @@ from zeroengine.optim.layers import check_elementwise
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.parallel.hf import is_transformers_model
 from zeroengine.pipeline.causal_lm import PipelinedCausalLM, split_causal_lm
+from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
@@ -32,7 +35,7 @@ from zeroengine.zero.held import to_device
 SchedulerBuilder = Callable[[Any, ZeroOptimizer | None, Config], Any]
 
 
-def cut_model(model: nn.Module, stages: int, optimizer: Any) -> PipelinedCausalLM:
+def cut_model(model: nn.Module, stages: int, optimizer: Any, section: MeshSection) -> PipelinedCausalLM:
     """A transformers causal LM that was given whole, cut into `stages` at its list of blocks; a torch `optimizer` over it keeps
     what is left here. Raises `ModelError` for a model that is none, or cannot be cut."""
     if not is_transformers_model(model):
@@ -40,7 +43,7 @@ def cut_model(model: nn.Module, stages: int, optimizer: Any) -> PipelinedCausalL
             f"mesh.pp is {stages}: {type(model).__name__} is neither a zeroengine.pipe.PipelineModule of {stages} stages nor a "
             "transformers causal LM, which could be cut at its list of blocks; write it as a PipelineModule, or set mesh.pp to 1"
         )
-    module = split_causal_lm(model, stages)
+    module = split_causal_lm(model, stages, schedule=section.pp_schedule, virtual_stages=section.pp_virtual_stages)
     if isinstance(optimizer, torch.optim.Optimizer):
         here = {id(p) for p in module.parameters()}
         for group in optimizer.param_groups:
@@ -64,6 +67,7 @@ def initialize_pipeline(
     """`initialize` for a pipeline. Collective over the whole job."""
     check_places(module, mesh)
     batch = resolve_batch(settings, mesh.sample_groups)
+    check(module.schedule_rule.build(module.num_stages, batch.accumulation, module.virtual_stages))  # before anything is changed
     source = optimizer
     if source is None and settings.optimizer is not None:
         source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, module)
@@ -80,23 +84,21 @@ def initialize_pipeline(
     ties.equalize(module)
     members = groups_of(mesh)
     layers = share_stage_layers(module, settings, mesh, mesh.everyone)
-    sequences, experts = None, None
+    sequences = experts = mechanism = zero_optimizer = None
+    trains = source is not None
     try:
-        sequences = together(mesh.everyone, "sharing the sequences of the stages", lambda: share_stage_sequences(module, settings, mesh))
-        experts = spread_experts(module, settings, mesh, members, stage=True)
-        mechanism = build_stages(module, settings, members, ties, mesh.everyone, trains=source is not None)
-        zero_optimizer = None
+        sequences = together(
+            mesh.everyone, "sharing the sequences of the stages", lambda: share_stage_sequences(module, settings, mesh, trains)
+        )
+        experts = spread_experts(module, settings, mesh, members, stage=True, layers=layers, sequences=sequences)
+        mechanism = build_stages(module, settings, members, ties, mesh.everyone, trains=trains)
         if source is not None:
             zero_optimizer = _attach(module, mechanism, source, groups, settings, mesh, ties, comms)
+        scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
+        loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     except Exception:
-        for shared in (sequences, layers):
-            if shared is not None:
-                shared.remove(module)
-        if experts is not None:
-            experts.remove()
+        take_apart(module, mechanism, sequences, layers, experts)
         raise
-    scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
-    loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     engine = PipelineEngine(
         module, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, comms, ties, experts, layers, sequences
     )  # fmt: skip
@@ -118,12 +120,8 @@ def _attach(
     """The sharded update, with a norm and a reason to skip that all stages share."""
     optimizer = attach_optimizer(mechanism, source, groups, settings)
     shares = mesh.degrees.tp > 1
-    try:
-        together(mesh.everyone, "the optimizer of the stages", lambda: check_elementwise(optimizer) if shares else None)
-        check_memory(module, mechanism)
-    except Exception:
-        mechanism.remove()
-        raise
+    together(mesh.everyone, "the optimizer of the stages", lambda: check_elementwise(optimizer) if shares else None)
+    check_memory(module, mechanism)
     across = AcrossStages(ties, mechanism.groups, comms.control, mesh.tensor_control if shares else None)
     optimizer.norm_rule, optimizer.blame_rule = across.norm, across.blame
     return optimizer

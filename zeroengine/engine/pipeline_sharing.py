@@ -109,7 +109,7 @@ def _check_ties(ties: dict[str, tuple[str, ...]], plan: Plan) -> None:
             )
 
 
-def share_stage_sequences(module: PipelineModule, settings: Config, mesh: Mesh) -> StageSequences | None:
+def share_stage_sequences(module: PipelineModule, settings: Config, mesh: Mesh, trains: bool) -> StageSequences | None:
     """Makes the `cp` ranks of `mesh` share the sequences of this rank's stages; None where cp is 1. Collective over them.
 
     Raises the same error on all ranks of a stage for a model whose attention cannot be exchanged.
@@ -117,7 +117,7 @@ def share_stage_sequences(module: PipelineModule, settings: Config, mesh: Mesh) 
     name = attention_name(module, settings, mesh)
     if name is None:
         return None
-    group = sequence_group(name, settings, mesh)
+    group = sequence_group(name, module, settings, mesh, trains)
     if isinstance(module, PipelinedCausalLM):
         return StageAttention(module, group, name, module.stage_forward)
     if module.loss_weight is None:

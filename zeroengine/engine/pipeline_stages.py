@@ -11,7 +11,7 @@ import torch
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, compute_dtype, placement_for, sharding_rule
+from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, keep_in_fp32, placement_for, sharding_rule
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import blame
@@ -187,7 +187,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
     pools = make_pools(groups)
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
-    cast_buffers(module, compute_dtype(config))
+    cast_buffers(module, rule)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
@@ -200,8 +200,8 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    held = tuple(pools.values())
-    return Mechanism(built.buckets, sharder, reducers, held, reducers.gradients, groups, built.masters, placement)
+    held, kept = tuple(pools.values()), keep_in_fp32(module, rule)
+    return Mechanism(built.buckets, sharder, reducers, held, reducers.gradients, groups, built.masters, placement, handles=kept)
 
 
 class AcrossStages:
@@ -220,7 +220,7 @@ class AcrossStages:
         sums = self._control.exchange(mine, "squares of the stages").sum(0)
         if self._tensor is not None:
             over = self._tensor.exchange(sums, "squares of the gradients of shared layers")
-            sums = torch.stack([over[:, 0].sum(), over[0, 1]])
+            sums = torch.stack([over[:, 0].sum(), over[:, 1].amax()])  # see AcrossLayers
         total = float(sums.sum())
         return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 

@@ -79,10 +79,11 @@ def reset_traffic(mechanism: Mechanism) -> None:
         comm.traffic.reset()
 
 
-def planned_traffic(mechanism: Mechanism, accumulation: int) -> int:
-    """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, each of which
-    reads every bucket's values once in forward and once in backward: Rajbhandari et al. (2020), section 7."""
-    return sum(of_step(bucket_facts(mechanism), accumulation).values())
+def planned_traffic(mechanism: Mechanism, accumulation: int) -> dict[str, int]:
+    """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, by
+    "group.operation". Each micro-batch reads every bucket's values once in forward and once in backward: Rajbhandari et al.
+    (2020), section 7."""
+    return of_step(bucket_facts(mechanism), accumulation)
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

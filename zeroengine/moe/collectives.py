@@ -182,20 +182,20 @@ def _at(rows: Tensor, order: Tensor, total: int) -> Tensor:
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, comm: Communicator, subject: str) -> Tensor:
-        ctx.ranks = comm.size
+    def forward(ctx: Any, values: Tensor, comm: Communicator, averaged: float, subject: str) -> Tensor:
+        ctx.averaged = averaged
         table = comm.exchange(values.detach().double().cpu(), subject)
         return table.sum(0).to(device=values.device, dtype=values.dtype).view(values.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.ranks, None, None
+        return grad * ctx.averaged, None, None, None
 
 
-def sum_over_ranks(values: Tensor, comm: Communicator, subject: str) -> Tensor:
+def sum_over_ranks(values: Tensor, comm: Communicator, averaged: float, subject: str) -> Tensor:
     """Sum over the ranks of `comm` (control) in fixed order, the same bits on each. Every rank uses the sum in its own loss,
-    and gradients are averaged over the ranks afterwards: so the derivative is multiplied by their number."""
+    and gradients are added up and divided by `averaged` afterwards: so the derivative is multiplied by that."""
     if comm.size == 1:
         return values
-    out: Tensor = _SumOverRanks.apply(values, comm, subject)
+    out: Tensor = _SumOverRanks.apply(values, comm, averaged, subject)
     return out

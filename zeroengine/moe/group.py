@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
 
 from zeroengine.comm.fabric import Fabric
 from zeroengine.comm.local import LocalCommunicator
@@ -23,16 +25,50 @@ class Hops:
     between: Communicator
 
 
+def _all_valid(mask: Tensor | None) -> Tensor | None:
+    return mask
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of the global batch. `ranks`: control over all ranks that hold tokens of their own, among which gradients are
+    averaged, but for ranks that split a sequence inside a tensor group, whose gradients are added: `averaged` is the divisor.
+    `valid`: from a mask of the tokens that the model was given (None: all are) to that of the rows that this rank's layers see,
+    of every sample or of one for all; None where all rows are tokens. `ordered`: rows are those of whole samples, in the order of
+    ranks."""
+
+    ranks: Communicator
+    averaged: float
+    valid: Callable[[Tensor | None], Tensor | None] = _all_valid
+    ordered: bool = True
+
+    @staticmethod
+    def over(ranks: Communicator) -> Batch:
+        return Batch(ranks, ranks.size)
+
+    def valid_rows(self, mask: Tensor | None, count: int) -> Tensor | None:
+        """Which of `count` rows of this rank's layers are tokens, [count]; None: all. See `valid`."""
+        valid = self.valid(mask)
+        if valid is None:
+            return None
+        flat = valid.reshape(-1)
+        return flat.repeat(count // flat.numel())  # of one sample for all of them
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """`rows` [T, ...] without those of padding."""
+        valid = self.valid_rows(None, rows.shape[0])
+        return rows if valid is None else rows[valid.to(rows.device)]
+
+
 @dataclass(frozen=True)
 class ExpertGroup:
     """`tokens`: the stream between the ranks that share the experts (rank r holds the r-th part of them); `control` the same
-    ranks over CPU tensors. `batch`: control over all ranks among which gradients are averaged. `wire`: type in which tokens
-    travel. `copies`: copies of experts are made where that evens the ranks' loads, once the largest is more than `tolerance`
-    times the mean."""
+    ranks over CPU tensors. `wire`: type in which tokens travel. `copies`: copies of experts are made where that evens the ranks'
+    loads, once the largest is more than `tolerance` times the mean."""
 
     tokens: Communicator
     control: Communicator
-    batch: Communicator
+    batch: Batch
     hops: Hops | None = None
     wire: Wire = "same"
     copies: bool = False
@@ -55,7 +91,7 @@ class ExpertGroup:
 
 def alone() -> ExpertGroup:
     """One rank that holds all experts and sees the whole batch."""
-    return ExpertGroup(LocalCommunicator("experts"), LocalCommunicator("experts control"), LocalCommunicator("batch"))
+    return ExpertGroup(LocalCommunicator("experts"), LocalCommunicator("experts control"), Batch.over(LocalCommunicator("batch")))
 
 
 def make_hops(fabric: Fabric, ranks: Sequence[int], per_node: int) -> Hops:

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ModelError
 from zeroengine.moe.collectives import sum_over_ranks
 from zeroengine.moe.dispatch import Dispatcher
 from zeroengine.moe.experts import Experts, StackedExperts
-from zeroengine.moe.group import ExpertGroup, alone
+from zeroengine.moe.group import Batch, ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_linear
 from zeroengine.moe.statistics import Statistics, recomputing
 
@@ -96,7 +95,7 @@ class SharedStackedExperts(StackedExperts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
         """[T, H], [T, k], [T, k] to [T, H]. Collective."""
         route = self._dispatcher.route(top_k_index)
-        self.statistics.record(top_k_index, None, None, self.training)
+        self.statistics.record(self._dispatcher.group.batch.tokens(top_k_index), None, None, self.training)
         if self.training and not recomputing():
             self.statistics.computed += sum(route.counts)
         rows = super().forward(self._dispatcher.send(hidden_states, route).land(), route)
@@ -159,8 +158,8 @@ class GlobalRouterLoss:
     """Makes the router loss that a transformers model adds to its own that of the whole batch: the model computes it from the
     tokens of one rank, and the mean of products over ranks is not the product of means."""
 
-    def __init__(self, model: nn.Module, ranks: Communicator) -> None:
-        self._ranks = ranks
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self._batch = batch
         self._handle = model.register_forward_hook(self, with_kwargs=True)
 
     @staticmethod
@@ -183,7 +182,7 @@ class GlobalRouterLoss:
             if isinstance(output, tuple) and (kwargs.get("output_router_logits") or model.config.output_router_logits):
                 raise ModelError("a router loss over several ranks needs the model's output as an object: leave out return_dict=False")
             return
-        loss = self._global(model, logits, kwargs.get("attention_mask"))
+        loss = self._global(model, logits, self._batch.valid_rows(kwargs.get("attention_mask"), logits[0].shape[0]))
         if getattr(output, "loss", None) is not None:
             output.loss = output.loss + model.router_aux_loss_coef * (loss - before).to(output.loss.device)
         output.aux_loss = loss
@@ -196,12 +195,12 @@ class GlobalRouterLoss:
         rows = torch.zeros(1, device=logits[0].device)
         for layer in logits:
             shares = layer.float().softmax(-1)
-            weight = shares.new_ones(shares.shape[0]) if mask is None else mask.reshape(-1).to(shares)
+            weight = shares.new_ones(shares.shape[0]) if mask is None else mask.to(shares)
             chosen = shares.detach().topk(k, -1)[1].reshape(-1)
             load = load.scatter_add(0, chosen, weight.repeat_interleave(k))
             mass = mass + (shares * weight[:, None]).sum(0)
             rows = rows + weight.sum()
-        sums = sum_over_ranks(torch.cat([load, mass, rows]), self._ranks, "sums of the router loss")
+        sums = sum_over_ranks(torch.cat([load, mass, rows]), self._batch.ranks, self._batch.averaged, "sums of the router loss")
         load, mass, rows = sums.split([experts, experts, 1])
         rows = rows.detach().clamp_min(1.0)
         return (load.detach() / rows * (mass / rows)).sum() * experts

@@ -97,7 +97,7 @@ class Router(nn.Module):
         self.statistics = Statistics(num_experts)
 
     def forward(self, tokens: Tensor) -> Routing:
-        """`tokens` [T, H]. Collective over `group.batch` where there is a capacity, and in training where there is a loss."""
+        """`tokens` [T, H]. Collective over the batch where there is a capacity, and in training where there is a loss."""
         rule = self.rule
         if self.training and rule.noise == "jitter":
             tokens = tokens * torch.empty_like(tokens).uniform_(1 - rule.jitter, 1 + rule.jitter)
@@ -110,9 +110,10 @@ class Router(nn.Module):
         weights = weights * rule.scale
         keep = None
         if rule.capacity is not None:
-            keep = kept(index, weights.detach(), self.num_experts, rule.capacity, self.training, self.group.batch, self.subject)
-        loss = self._losses(logits, scores, index)
-        self.statistics.record(index, keep, scores, self.training)
+            keep = kept(index, weights.detach(), self.num_experts, rule.capacity, self.training, self.group.batch.ranks, self.subject)
+        seen = self.group.batch.tokens
+        loss = self._losses(seen(logits), seen(scores), seen(index))
+        self.statistics.record(seen(index), keep, seen(scores), self.training)
         return Routing(index, weights, keep, loss)
 
     @torch.no_grad()
@@ -141,9 +142,8 @@ class Router(nn.Module):
         z = logits.logsumexp(1).square().sum()
         load = torch.bincount(index.reshape(-1), minlength=self.num_experts).to(shares.dtype)
         tokens = load.new_tensor([float(index.shape[0])])
-        sums = sum_over_ranks(
-            torch.cat([shares.sum(0), z.view(1), load, tokens]), self.group.batch, f"{self.subject}: sums of the router's losses"
-        )
+        batch, subject = self.group.batch, f"{self.subject}: sums of the router's losses"
+        sums = sum_over_ranks(torch.cat([shares.sum(0), z.view(1), load, tokens]), batch.ranks, batch.averaged, subject)
         mean, z, load, tokens = sums.split([self.num_experts, 1, self.num_experts, 1])
         tokens = tokens.detach().clamp_min(1.0)
         balance = (mean / tokens * (load.detach() / tokens)).sum() * self.num_experts / rule.k

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 
@@ -29,6 +30,19 @@ def padded(nbytes: int) -> int:
 def host_bytes(nbytes: int) -> Tensor:
     """Pages of their own, which go back to the system with the tensor, and are there once they are written."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, PAGE)), dtype=torch.uint8)
+
+
+def private_pages(nbytes: int) -> mmap.mmap:
+    """Pages of this process only, large ones where the system has them: what is slow in new memory is that each page is cleared
+    and mapped when it is first touched. Not for memory that a disk writes to: a fork would give the process another copy."""
+    private = getattr(mmap, "MAP_PRIVATE", None)
+    if private is None:
+        return mmap.mmap(-1, max(nbytes, PAGE))
+    pages = mmap.mmap(-1, max(nbytes, PAGE), flags=private | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def pinned_bytes(nbytes: int) -> Tensor:

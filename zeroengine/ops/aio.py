@@ -78,6 +78,33 @@ def file_io(threads: int, block: int) -> FileIO:
     return PythonIO(threads, block) if dll is None else NativeIO(dll, threads, block)
 
 
+def crc32(memory: Tensor, before: int = 0) -> int:
+    """CRC-32 (that of zip and `zlib.crc32`) of the bytes of a contiguous CPU tensor, which follow those that `before` is of."""
+    import torch
+
+    dll = choose("aio", torch.device("cpu")).dll
+    if dll is not None and _bound(dll)["crc32_is_fast"]():
+        return int(_bound(dll)["crc32"](before, memory.data_ptr(), memory.nbytes))
+    return zlib.crc32(_bytes_of(memory), before)
+
+
+def copy_away(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)` of tensors of one size and type, past the caches where both are contiguous in memory of the host: for
+    copies that nobody reads soon. On one thread, which leaves the interpreter to others."""
+    import torch
+
+    plain = target.device.type == source.device.type == "cpu" and target.dtype is source.dtype
+    dll = choose("aio", torch.device("cpu")).dll if plain and target.is_contiguous() and source.is_contiguous() else None
+    if dll is None or target.nbytes != source.nbytes:
+        target.copy_(source, non_blocking=True)
+    else:
+        _bound(dll)["copy"](target.data_ptr(), source.data_ptr(), target.nbytes)
+
+
+def _bytes_of(memory: Tensor) -> memoryview:
+    return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+
+
 # --- native -----------------------------------------------------------------------------------------------------------
 
 _I64, _INT = ctypes.c_int64, ctypes.c_int
@@ -87,6 +114,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "begin": (_I64, (_I64, _INT, _INT, _I64, _I64, _I64, _I64, _I64)),
     "done": (_INT, (_I64, _I64)),
     "end": (_INT, (_I64, _I64, ctypes.POINTER(_I64))),
+    "crc32_is_fast": (_INT, ()),
+    "crc32": (ctypes.c_uint32, (ctypes.c_uint32, _I64, _I64)),
+    "copy": (None, (_I64, _I64, _I64)),
 }
 
 
@@ -159,8 +189,7 @@ class PythonIO:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zeroengine aio")
 
     def begin(self, action: int, file: File, memory: Tensor, offset: int, sums: array[int]) -> Transfer:
-        size = memory.nbytes
-        view = memoryview((ctypes.c_char * size).from_address(memory.data_ptr())).cast("B")
+        size, view = memory.nbytes, _bytes_of(memory)
         blocks = [
             self._pool.submit(_block, action, (file, memory), view[at : at + self.block], offset + at, sums, at // self.block)
             for at in range(0, size, self.block)

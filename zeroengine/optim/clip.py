@@ -62,4 +62,5 @@ def blame(gradients: list[BucketGradients], control: Communicator) -> str:
     row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     told = control.exchange(row, "name of the parameter")[control.ranks.index(rank)]
     name = bytes(told.tolist()).rstrip(b"\0").decode(errors="replace")
-    return f"{'NaN' if kind == 2 else 'inf'} in the gradient of '{name}' (slice of rank {rank})"
+    dtype = str(gradients[bucket].bucket.dtype).removeprefix("torch.")
+    return f"{'NaN' if kind == 2 else 'inf'} in the gradient of '{name}' ({dtype}, slice of rank {rank})"

@@ -32,7 +32,8 @@ class AcrossLayers:
         """2-norm before clipping: parts add up, and what every rank holds counts once. Collective."""
         mine = layer_squares(gradients, self._control, self._shard_ranks)
         over = self._tensor.exchange(mine, "squares of the gradients of shared layers")
-        total = float(over[:, 0].sum() + over[0, 1])
+        # what all hold has the same squares, unless it is not finite on one of them alone: then nobody may step
+        total = float(over[:, 0].sum() + over[:, 1].amax())
         return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
 
     def blame(self, gradients: list[BucketGradients]) -> str:

@@ -110,7 +110,7 @@ class AwayUpdate:
             master.feed(used, grads, copies, reduced)
             self._optimizer.step(grad_scale=factor, copies=copies, grads=grads)
             return True
-        if factor < 1.0:
+        if factor != 1.0:
             reduced.mul_(factor)
         master.link(used, reduced)
         self._optimizer.step()

@@ -20,6 +20,8 @@ from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.offloaded import AwayUpdate
+from zeroengine.optim.options import digest as digest_of
+from zeroengine.optim.options import first_difference, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
@@ -85,6 +87,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._settling = _SETTLING
         self.placement = placement or Placement.on_device(torch.device("cpu"))
         self.torn: str | None = None  # why weights and state are of different steps
+        self.tokens: float | None = None  # of this rank's micro-batches, whose losses are sums over them; None: losses are means
+        self.losses: list[Tensor] = []  # of this rank's micro-batches, as far as they are known: who is to blame for a skip
         self._away = AwayUpdate(self.placement, self.masters, self.optimizer, self.parts.whole)
         self._near = [m for m in self.masters if not m.away]
         self._away.settle()
@@ -130,6 +134,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step so far. Collective if there are any."""
+        self.forget_losses()
         self.reducer.forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,21 +171,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.verify()
         self._sharder.end_backward()
         self._before_update()
-        used, edited = self.reducer.finish(self._edit_marks())
-        self._follow_edits(edited)
+        lines = option_lines(self.param_groups)
+        options = digest_of(lines)
+        used, marks = self.reducer.finish([*self._edit_marks(), options, -options])
+        if marks[-2] != -marks[-1]:
+            raise DivergenceError(f"{first_difference(lines, self._control)}; {_OPTIONS_REMEDY}")
+        self._follow_edits(marks[:-2])
         self._check_used(used)
         gradients = self.reducer.gradients
-        norm = self.norm_rule(gradients)
+        share = self._share_of_tokens()
+        norm = self.norm_rule(gradients) * share
         finite = math.isfinite(norm)
-        clipped = False
+        clipped, scale_helps = False, True
         if finite:
             factor = clip_factor(norm, self.max_norm)
             clipped = factor < 1.0
-            self._update(used, factor)
+            self._update(used, factor * share)
             self._skipped_in_a_row = 0
         else:
-            self._skip()
-        self.scaler.update(not finite)
+            scale_helps = self._skip()
+        if scale_helps:
+            self.scaler.update(not finite)
+        self.forget_losses()
         self.reducer.clear()
         self.last = StepResult(norm, finite, clipped)
         if self._settling:
@@ -197,6 +209,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"weights and optimizer state are of different steps, because an update was cut short ({self.torn}); load the last "
                 "checkpoint before going on"
             )
+
+    def forget_losses(self) -> None:
+        """What was noted of the losses of a step."""
+        self.tokens, self.losses = None, []
+
+    def _share_of_tokens(self) -> float:
+        """Factor that makes the gradients, which are means over ranks of summed losses, means over all tokens of the step; 1.0
+        where losses are means already. Collective if any rank counts tokens."""
+        if self.tokens is None:
+            return 1.0
+        mine = torch.tensor([self.tokens], dtype=torch.float64)
+        total = float(self._control.exchange(mine, "tokens of the step").sum())
+        if not total > 0:
+            return 1.0  # no token anywhere: the gradients are zeros
+        rule = self.reducer.gradients[0].rule
+        return 1.0 / (rule.before * rule.scale * total)
 
     def _before_update(self) -> None:
         """What lives on a disk is on its way while the last gradients are reduced. Nothing has changed yet if a disk is gone."""
@@ -239,7 +267,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _update_by_torch(self, used: frozenset[str], factor: float) -> None:
         for master in self._near:
-            if factor < 1.0:
+            if factor != 1.0:
                 master.gradients.updated.mul_(factor)
             master.link(used)
         if self._has_flat_parts():
@@ -257,10 +285,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _blame(self, gradients: list[BucketGradients]) -> str:
         return blame(gradients, self._control)
 
-    def _skip(self) -> None:
+    def _skip(self) -> bool:
+        """Counts a skipped step and says why. Returns whether another loss scale might have helped: not where a loss itself is at
+        fault. Collective."""
         self.skipped_steps += 1
         self._skipped_in_a_row += 1
+        kinds = [2 if math.isnan(loss) else int(math.isinf(loss)) for loss in map(float, self.losses)]
+        losses = self._control.exchange(torch.tensor([max(kinds, default=0)]), "losses that are not finite").flatten().tolist()
         cause = self.blame_rule(self.reducer.gradients)
+        if any(losses):
+            ranks = ", ".join(str(r) for r, k in zip(self._control.ranks, losses, strict=True) if k)
+            cause += f"; the loss itself is {'NaN' if 2 in losses else 'inf'} on rank {ranks}: the fault is in forward or in the data"
         if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
             scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
             log_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}", level=30)
@@ -269,6 +304,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
                 "look at the data of these batches, or train in bf16 or fp32"
             )
+        return not any(losses)
 
     def _check_used(self, used: frozenset[str]) -> None:
         if self._ignore_unused:
@@ -364,6 +400,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         masters = sum(m.flat.nbytes for m in self.masters if m.separate)
         state = sum(v.nbytes for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim())
         return masters + state - self.placement.state_bytes_away()
+
+
+_OPTIONS_REMEDY = (
+    "set the options of the optimizer alike on all ranks (a schedule that follows the loss, such as ReduceLROnPlateau, needs the "
+    "mean over ranks)"
+)
 
 
 def _rehearse(inner: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:

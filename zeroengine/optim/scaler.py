@@ -19,8 +19,7 @@ class LossScaler:
     when `window` good steps have passed after the first good one since the last overflow, again every `window` good
     steps. Doubling restores the credit; with `consecutive_hysteresis` every good step does.
 
-    At the minimum an overflow changes nothing. `overflows_at_minimum` counts them in a row, for the caller to decide
-    when to give up.
+    At the minimum an overflow changes nothing. `overflows_at_minimum` counts them in a row.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class FlatMaster:
         if self.bucket.policy.shard_state:
             self.bucket.publish()
         else:
-            self.bucket.version += 1
+            self.bucket.count_update()
 
     def _bring_over(self) -> None:
         """The values become those of the masters."""

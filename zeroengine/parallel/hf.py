@@ -37,7 +37,7 @@ class SequenceAttention:
 
     def __init__(self, model: nn.Module, group: SequenceGroup, attention: str) -> None:
         self.group = group
-        self._link = SequenceLink(group)
+        self.link = SequenceLink(group)
         register()
         self._before = model.config._attn_implementation  # type: ignore[union-attr]
         model.set_attn_implementation(attention)  # type: ignore[operator]
@@ -45,7 +45,7 @@ class SequenceAttention:
             raise ModelError(
                 f'{type(model).__name__} computes attention by itself and does not take attn_implementation "{attention}"; set mesh.cp to 1'
             )
-        connect(model, self._link)
+        connect(model, self.link)
 
     def remove(self, model: nn.Module) -> None:
         """Gives the model its own attention back."""
@@ -76,6 +76,7 @@ class SharedSequences(SequenceAttention):
         self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._causal_targets = predicts_next(model)
+        self.router_loss = False  # the model's own is made that of the whole batch
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's forward. Collective."""
@@ -97,16 +98,16 @@ class SharedSequences(SequenceAttention):
         local, running = cut_batch(inputs, self.group, self._accepted)
         targets = self._targets(labels)
         self._check_open(running)
-        self._link.batch = running
-        before = self._link.calls
+        self.link.batch = running
+        before = self.link.calls
         output = model(**local)
-        if self._link.calls == before:
+        if self.link.calls == before:
             raise ModelError(
                 f"{type(model).__name__} did not call the attention over a shared sequence: its layers would see one slice each; "
                 "set mesh.cp to 1"
             )
         if targets is not None:
-            output = self._with_loss(output, running.layout.shard(targets, self.group.rank, fill=IGNORED), mean)
+            output = self._with_loss(model, output, running.layout.shard(targets, self.group.rank, fill=IGNORED), mean)
         if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             self._note_open(output)
         return output
@@ -123,7 +124,7 @@ class SharedSequences(SequenceAttention):
     def _check_open(self, running: RunningBatch) -> None:
         """Layers that are computed again in backward take the layout of the last batch."""
         alive = any(ref() is not None for ref in self._open)
-        if not alive or self._link.batch is None or self._link.batch.same_as(running):
+        if not alive or self.link.batch is None or self.link.batch.same_as(running):
             return
         raise ModelError(
             "a second batch of another length or with other documents came before the backward of the first, and with gradient "
@@ -135,13 +136,15 @@ class SharedSequences(SequenceAttention):
             return None
         return next_token_targets(labels) if self._causal_targets else labels
 
-    def _with_loss(self, output: Any, targets: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    def _with_loss(self, model: nn.Module, output: Any, targets: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
         logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None or logits.dim() != 3:
             raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
-        if getattr(output, "aux_loss", None) is not None:
+        router = getattr(output, "aux_loss", None)
+        if router is not None and not self.router_loss:
             raise ModelError("the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False")
-        output["loss"] = mean(self._total(logits, targets), targets)
+        loss = mean(self._total(logits, targets), targets)
+        output["loss"] = loss if router is None else loss + model.router_aux_loss_coef * router
         return output
 
 

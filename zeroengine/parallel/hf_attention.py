@@ -47,6 +47,16 @@ class RunningBatch:
             return False
         return self.documents is None or other.documents is None or torch.equal(self.documents, other.documents)
 
+    def valid(self, rank: int) -> Tensor | None:
+        """Which of this rank's tokens are no padding, [B or 1, local] on the host; None: all."""
+        if self.documents is None:
+            if self.layout.padded == self.layout.length:
+                return None
+            whole = torch.ones(1, self.layout.length, dtype=torch.bool)
+        else:
+            whole = self.documents[:, : self.layout.length] != -1
+        return self.layout.shard(whole, rank, fill=0)
+
     def mask(self, causal: bool, window: int | None) -> AttentionMask:
         found = self._masks.get((causal, window))
         if found is None:
@@ -61,6 +71,10 @@ class SequenceLink:
     group: SequenceGroup
     batch: RunningBatch | None = None
     calls: int = 0
+
+    def valid(self, mask: Tensor | None = None) -> Tensor | None:
+        """Which of this rank's tokens are no padding; None: all. `mask` of the model's call was taken out of it before."""
+        return None if self.batch is None else self.batch.valid(self.group.rank)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _unlinked, ()  # a copy of the model belongs to no engine

@@ -58,8 +58,7 @@ class SplitSequence:
             first, last = segment.layers[0], segment.last
             handles.append(first.register_forward_pre_hook(_on_hidden_states(self._opening(segment)), with_kwargs=True))
             handles.append(last.register_forward_hook(self._closing(segment)))
-            if last is not first:
-                handles.append(first.register_forward_hook(self._after_recomputation))
+            handles.append(first.register_forward_hook(self._after_recomputation, always_call=True))
         return handles
 
     def _opening(self, segment: Segment) -> Callable[[Tensor], Tensor]:
@@ -81,7 +80,8 @@ class SplitSequence:
         return closing
 
     def _after_recomputation(self, module: nn.Module, args: Any, out: Any) -> None:
-        """A first block that is computed again in backward has drawn from this rank's stream, and its end does not come."""
+        """A first block that is computed again in backward has drawn from this rank's stream, and the end of the run does not
+        come. Recomputation leaves the block by an exception once it has what it needs."""
         if in_backward():
             self._random.leave()
 

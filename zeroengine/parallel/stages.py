@@ -61,7 +61,6 @@ class StageAttention(SequenceAttention, StageSequences):
 
     def __init__(self, module: nn.Module, group: SequenceGroup, attention: str, forward: Any) -> None:
         SequenceAttention.__init__(self, module, group, attention)
-        self.link = self._link
         self._accepted = frozenset(inspect.signature(forward).parameters)
 
     def cut(self, inputs: Any) -> tuple[dict[str, Any], RunningBatch]:

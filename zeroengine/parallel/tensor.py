@@ -122,7 +122,8 @@ class TensorParallel:
             if module is None or style not in ("column", "row", "fused"):
                 continue
             outer = style != "row"
-            features = module.weight.shape[0 if outer != _transposed(module) else 1]
+            weight: nn.Parameter = module.weight  # type: ignore[assignment]
+            features = weight.shape[0 if outer != _transposed(module) else 1]
             if features % size and not self._few_key_heads(modules, name):
                 side = "output" if outer else "input"
                 raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'")

@@ -139,6 +139,14 @@ class Region:
         out: Tensor = _SliceGather.apply(self._pad(x), self.comm, 1, subject)
         return out
 
+    def valid(self, mask: Tensor | None) -> Tensor | None:
+        """Of `mask` [B, S] (None: all are tokens) this rank's slice, [B or 1, S/N]; None if all rows are tokens."""
+        missing = -self.length % self.comm.size
+        if mask is None and not missing:
+            return None
+        whole = torch.ones(1, self.length, dtype=torch.bool) if mask is None else mask != 0
+        return F.pad(whole, (0, missing)).chunk(self.comm.size, 1)[self.comm.rank]
+
     def join(self, x: Tensor, subject: str) -> Tensor:
         """Where it is whole again, the same on all ranks."""
         out: Tensor = _GatherSlice.apply(x, self.comm, 1, subject)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +39,10 @@ class StageHooks(Protocol):
         """A part of a backward ended; `weights` if it was one that makes the weights' gradients."""
         ...
 
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        """A context around the computation, when what it needs has arrived."""
+        ...
+
 
 class NoHooks:
     def gather(self, stage: int) -> None:
@@ -51,6 +56,9 @@ class NoHooks:
 
     def after_backward(self, stage: int, weights: bool) -> None:
         return
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass
@@ -136,30 +144,33 @@ class Executor:
     def _compute(self, checked: Checked, action: Action, feed: Mapping[int, Any]) -> None:
         stage, micro = action.stage, action.micro
         runner = self.runners[stage]
+        tree = grads = None
         if action.kind is Kind.FORWARD:
             tree = feed[micro] if stage == 0 else self._arrived(Kind.RECV_ACTIVATION, stage, micro, stage - 1)
-            start = time.monotonic()
-            output = runner.forward(micro, tree, checked.schedule.trains)
-            self._pass_on(stage, micro, output)
-        else:
-            grads = None
-            if action.kind is not Kind.WEIGHT and not runner.is_last:
-                grads = self._arrived(Kind.RECV_GRADIENT, stage, micro, stage + 1)
-            start = time.monotonic()
-            self._hooks.before_backward(micro)
-            weights = action.kind is not Kind.INPUT
-            if weights:
-                self._hooks.before_gradients(stage, stage in self._last_gradient)
-            if action.kind is Kind.WEIGHT:
-                runner.weight_gradient(micro)
+        elif action.kind is not Kind.WEIGHT and not runner.is_last:
+            grads = self._arrived(Kind.RECV_GRADIENT, stage, micro, stage + 1)
+        start = time.monotonic()
+        with self._hooks.computing(action):
+            if action.kind is Kind.FORWARD:
+                self._pass_on(stage, micro, runner.forward(micro, tree, checked.schedule.trains))
             else:
-                step = runner.backward if action.kind is Kind.BACKWARD else runner.input_gradient
-                self._pass_back(stage, micro, step(micro, grads))
-            self._hooks.after_backward(stage, weights)
+                self._run_backward(action, runner, grads)
         self._run.spans.append(Span(self._rank, action, start, time.monotonic()))
         live = sum(r.live for r in self.runners.values())
         # a backward holds its activations while it runs: counted by the forward before it
         self._run.peak_live = max(self._run.peak_live, live)
+
+    def _run_backward(self, action: Action, runner: StageRunner, grads: Any) -> None:
+        stage, micro, weights = action.stage, action.micro, action.kind is not Kind.INPUT
+        self._hooks.before_backward(micro)
+        if weights:
+            self._hooks.before_gradients(stage, stage in self._last_gradient)
+        if action.kind is Kind.WEIGHT:
+            runner.weight_gradient(micro)
+        else:
+            step = runner.backward if action.kind is Kind.BACKWARD else runner.input_gradient
+            self._pass_back(stage, micro, step(micro, grads))
+        self._hooks.after_backward(stage, weights)
 
     def _arrived(self, kind: Kind, stage: int, micro: int, source: int) -> Any:
         key = (kind, stage, micro)

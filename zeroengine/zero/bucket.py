@@ -125,9 +125,18 @@ class Bucket:
 
     def publish(self) -> None:
         """The slices changed: issues the all-gather of values that are kept whole; a sharded bucket only counts the change."""
-        self.version += 1
+        self.count_update()
         if self.full is not None and not self.policy.shard_params:
             self._work = self.comm.all_gather(self.full, self.shard, self.subject)
+
+    def count_update(self) -> None:
+        """The values are others from now on. Autograd refuses to run backward through a graph that was made before, as it
+        does after an in-place update by any optimizer: it compares the versions of the parameters themselves."""
+        self.version += 1
+        if self.full is not None and not self.policy.shard_params:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version(self.params)
+            self._written = [version + 1 for version in self._written]
 
     def wait(self) -> None:
         """Completes what was issued; afterwards parameters of a gathered bucket have their values."""

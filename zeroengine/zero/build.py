@@ -17,7 +17,9 @@ from zeroengine.offload.link import on_host
 from zeroengine.offload.placement import Placement
 from zeroengine.zero.bucket import Bucket, cut_into_buckets
 from zeroengine.zero.experts import common_name, expert_part
+from zeroengine.zero.frozen import note_frozen
 from zeroengine.zero.held import claim, held_by
+from zeroengine.zero.kept import kept_modules
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.leaves import find_leaves
 from zeroengine.zero.policy import Policy, policy_for
@@ -36,6 +38,7 @@ class ShardingRule:
     part: Callable[[str], str] | None = None  # parameters, by name, of different parts never share a bucket
     leaf_module: Mapping[str, Any] | None = None  # gather units that the user names, see `leaves.py`
     persistent_total: int | None = None  # most elements that stay whole so; None: no bound
+    keep: tuple[str, ...] = ()  # names of modules that stay in fp32, see `kept.py`
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,15 @@ def _first_difference(lines: list[str], digests: list[int], control: Communicato
     )
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
+def cast_buffers(module: nn.Module, rule: ShardingRule) -> None:
     """Floating-point buffers follow the parameters' dtype, so that they do not promote activations."""
+    dtype = rule.dtype
     if dtype is None:
         return
+    inside = {m for outer in kept_modules(module, rule.keep).values() for m in outer.modules()}
     for child in module.modules():
+        if child in inside:
+            continue
         for name, buffer in child._buffers.items():
             # Frequencies of rotary embeddings lose positions in 16 bits; models that have them cast after use.
             kept = name.endswith("inv_freq") or name in getattr(child, "fp32_buffers", ())
@@ -192,6 +199,7 @@ def build_buckets(
                 values = p.data.contiguous().view(-1)
                 _from_rank0(values, group, name)
                 p.data = values.view(p.shape).to(dtype)
+                note_frozen(p, name, group.params)
             continue
         params, pool = [p for _, p in laid.named], pools[group.grads.name]
         claim(params)
@@ -245,10 +253,12 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
         for leaf, members in find_leaves(module, rule.leaf_module).items():
             leaf_of.update((id(p), leaf) for m in members for p in m._parameters.values() if p is not None)
     whole = _persistent(module, rule)
+    wide = {id(p) for outer in kept_modules(module, rule.keep).values() for p in outer.parameters()}
     for name, p in module.named_parameters():
         if not p.numel():
             continue
         dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
+        dtype = torch.promote_types(dtype, torch.float32) if id(p) in wide and p.is_floating_point() else dtype
         part = rule.part(name) if rule.part is not None else ""
         persistent = id(p) in whole
         within = None if persistent else leaf_of.get(id(p))

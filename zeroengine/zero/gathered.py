@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroengine.errors import DivergenceError
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import digest
+from zeroengine.zero.frozen import FrozenEdits
 from zeroengine.zero.held import editing
 from zeroengine.zero.residency import ValueSource, slot_of
 from zeroengine.zero.sharder import Sharder
@@ -39,10 +40,12 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 mine = self._buckets.setdefault(slot.source, [])
                 if slot.bucket not in mine:
                     mine.append(slot.bucket)
+        self._frozen = FrozenEdits([])
         self._modifier_rank = modifier_rank
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        self._frozen = FrozenEdits(self._unowned)
         self._stack.enter_context(editing(self._unowned, self._modifier_rank))
         for source, buckets in self._buckets.items():
             if isinstance(source, Sharder):
@@ -54,11 +57,18 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             for source, buckets in self._buckets.items():
                 if not isinstance(source, Sharder) or not buckets:
                     continue
-                if exc[0] is None:
+                if exc[0] is not None:
+                    source.drop_edits(buckets)
+                    continue
+                try:
                     for alike in _by_group(buckets):
                         self._write_back(source, alike)
-                else:
-                    source.drop_edits(buckets)
+                except DivergenceError:
+                    source.drop_edits(buckets)  # of sharded values each rank still has its part as it was
+                    raise
+            unlike = self._frozen.settle(self._modifier_rank) if exc[0] is None else None
+            if unlike is not None:
+                raise DivergenceError(f"frozen parameters {unlike} were edited inside GatheredParameters, but {_UNLIKE}")
         finally:
             self._stack.__exit__(*exc)
 
@@ -82,12 +92,14 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
             if not bool((values == values[0]).all()):
                 odd = [comm.ranks[r] for r in range(comm.size) if values[r] != values[0]]
                 raise DivergenceError(
-                    f"rank {comm.ranks[comm.rank]}: parameters of {bucket.subject} were edited inside GatheredParameters, but "
-                    f"not to the same values on all ranks (ranks {odd} differ from rank {comm.ranks[0]}); name the rank whose "
-                    "edit counts with modifier_rank=..., or make the same edit everywhere"
+                    f"rank {comm.ranks[comm.rank]}: parameters of {bucket.subject} were edited inside GatheredParameters "
+                    f"(ranks {odd} differ from rank {comm.ranks[0]}), but {_UNLIKE}"
                 )
             if bool(changed_by.any()):
                 source.edited(bucket)
+
+
+_UNLIKE = "not to the same values on all ranks; name the rank whose edit counts with modifier_rank=..., or make the same edit everywhere"
 
 
 def _by_group(buckets: list[Bucket]) -> list[list[Bucket]]:

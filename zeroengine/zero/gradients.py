@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroengine.comm.listening import Watched
 from zeroengine.comm.protocol import Communicator, Work
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.pool import BufferPool
@@ -159,6 +160,17 @@ class BucketGradients:
     def done(self) -> bool:
         """`wait` would not block, and may be called whenever this rank likes: with replicas it is collective."""
         return not self.replicated and all(launch.work.done() for launch in self._flying)
+
+    def polled(self, seconds: float) -> None:
+        """This rank did nothing else for so long but ask for the oldest launch."""
+        work = self._flying[0].work if self._flying else None
+        if isinstance(work, Watched):
+            work.polled(seconds)
+
+    @property
+    def streams(self) -> tuple[Communicator, Communicator]:
+        """What reduces over the shard group, and over its replicas."""
+        return self._comm, self._replicas
 
     def spread(self) -> Work | None:
         """Where gradients are kept whole and every rank updates everything: brings the other slices."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.direct import DirectCommunicator
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.zero.bucket import Bucket
@@ -40,6 +41,10 @@ class Reducer:
         self.guided = False
         self.plain = False
         self._control = control
+        # Streams of a device block no host, so nobody compares their operations while they run: `finish` does.
+        self._unchecked = [
+            s for s in dict.fromkeys(s for g in gradients for s in (*g.streams, g.bucket.comm)) if isinstance(s, DirectCommunicator)
+        ]
         self._names = [spec.name for g in gradients for spec in g.bucket.layout.specs]
         self._order = list(reversed(range(len(gradients))))
         self._finished: list[int] = []  # order in which buckets completed, until it is agreed
@@ -110,13 +115,15 @@ class Reducer:
 
     def _wait_for_oldest(self) -> None:
         """Bounds the memory of buffers in flight, unless a peer needs us to go on first."""
-        oldest, until = self._launched[0], time.monotonic() + _PATIENCE
+        oldest, start = self._launched[0], time.monotonic()
         while not oldest.done():
-            if time.monotonic() > until:
+            if time.monotonic() > start + _PATIENCE:
                 self._patient = False
-                return
+                break
             time.sleep(_POLL)
-        self._launched.pop(0).wait()
+        oldest.polled(time.monotonic() - start)
+        if self._patient:
+            self._launched.pop(0).wait()
 
     # --- at the end of a micro-batch and of a step ------------------------------------------------------------------
 
@@ -180,6 +187,8 @@ class Reducer:
                 self.gradients[position].launch()
                 self._launched.append(self.gradients[position])
         self._wait_for_all()
+        for stream in self._unchecked:
+            stream.verify_order(self._control)
         works = [g.spread() for g in self.gradients]
         for work in works:
             if work is not None:

@@ -8,7 +8,7 @@ by gathering the bucket again. What may be released is decided at the next use o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,43 +21,12 @@ from zeroengine.errors import ModelError, ReleasedParameterError
 from zeroengine.offload.home import at_hand
 from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
+from zeroengine.zero.compiled import AroundCompiled, compiled_modules, is_wrapper
+from zeroengine.zero.frozen import forget_frozen
 from zeroengine.zero.hooks import ModuleHook
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
+from zeroengine.zero.saved import Pack, SavedSlice, top_hooks
 from zeroengine.zero.window import GatherWindow
-
-
-@dataclass(frozen=True)
-class SavedSlice:
-    """A saved tensor that lies in a bucket: where, and which values it had."""
-
-    bucket: Bucket
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    version: tuple[int, int]
-
-
-class _Pack:
-    """Hook on a tensor that autograd saves: a reference into a bucket, or what `other` makes of it."""
-
-    __slots__ = ("sharder", "other")
-
-    def __init__(self, sharder: Sharder, other: Callable[[Tensor], Any]) -> None:
-        self.sharder = sharder
-        self.other = other
-
-    def __call__(self, t: Tensor) -> Any:
-        bucket = self.sharder.bucket_of(t)
-        if bucket is None or t.dtype is not bucket.dtype or t.is_conj() or t.is_neg():
-            return self.other(t)
-        offset = int(t.storage_offset())
-        return SavedSlice(bucket, offset, t.shape, t.stride(), bucket.version_of(offset))
-
-
-def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The innermost pair of saved-tensor hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
-
 
 GatherUnit = list[Bucket]
 """Buckets that are gathered and released together: one, or all those of a leaf of `leaves.py`."""
@@ -112,10 +81,12 @@ class Sharder:
         self._units = gather_units(buckets, self._leaves)
         self._unit_of = {bucket.index: i for i, unit in enumerate(self._units) for bucket in unit}
         self._far = any(not b.home.in_memory for b in buckets)
+        self._live: set[int] = set()  # units that may be gathered
         self._last: tuple[str, int] | None = None  # the use before: phase and unit
         self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
+        self._compiled: frozenset[nn.Module] = frozenset()
         self._backward_running = False
         self.optimizer: Any = None  # what updates the buckets, for those who come from a parameter
         self.on_edit: Callable[[Bucket], None] | None = None  # makes the masters follow an edit (the optimizer's)
@@ -141,10 +112,12 @@ class Sharder:
             return
         self._last = phase, index
         keep, fetch = self._window.visit(phase, index, lambda i: _gathered(self._units[i]))
-        for i, other in enumerate(self._units):
-            if i not in keep and _gathered(other) and not _pinned(other):
-                for b in other:
+        for i in sorted(self._live - keep):  # few: a look at every unit at every use would cost more than small layers compute
+            if not _pinned(self._units[i]):
+                self._live.discard(i)
+                for b in self._units[i]:
                     b.release()
+        self._live.update((index, *fetch))
         for b in (*unit, *(b for i in fetch for b in self._units[i])):
             b.gather()
         for b in unit:
@@ -211,6 +184,7 @@ class Sharder:
             b.placement.check_here()
         buckets = [b for b in buckets if b.policy.shard_params]
         for b in buckets:
+            self._live.add(self._unit_of[b.index])
             b.gather()
             b.pins += 1
         active: list[nn.Parameter] = []
@@ -276,10 +250,10 @@ class Sharder:
             self._frames[-1].pinned.append(bucket)
         bucket.pins += 1  # an operation in backward has no frame, and may read another bucket as well
         try:
-            top = _top_hooks()
+            top = top_hooks()
             # Hooks that were set inside the running module (activation checkpointing, offload of activations) get
             # everything, as they do while the parameter's own module runs: a recomputation must save what forward saved.
-            ours = top is None or (isinstance(top[0], _Pack) and top[0].sharder is not self)
+            ours = top is None or (isinstance(top[0], Pack) and top[0].owner is not self)
             with self.saving() if ours else contextlib.nullcontext():
                 yield
         finally:
@@ -288,7 +262,7 @@ class Sharder:
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Context in which tensors that autograd saves and that lie in a bucket are saved as `SavedSlice`s."""
         # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before.
-        outer = _top_hooks()
+        outer = top_hooks()
         unpack_other: Callable[[Any], Tensor] = outer[1] if outer else SavedOther.unpack
 
         def unpack(packed: Any) -> Tensor:
@@ -296,7 +270,7 @@ class Sharder:
                 return self._restore(packed)
             return unpack_other(packed)
 
-        return torch.autograd.graph.saved_tensors_hooks(_Pack(self, outer[0] if outer else SavedOther), unpack)
+        return torch.autograd.graph.saved_tensors_hooks(Pack(self, self.bucket_of, outer[0] if outer else SavedOther), unpack)
 
     def bucket_of(self, t: Tensor) -> Bucket | None:
         """The bucket in whose gathered values `t` lies, also one that was released since: as long as the memory lives
@@ -328,21 +302,54 @@ class Sharder:
 
     def _install(self) -> None:
         holders = self._holders()
+        self._compiled = compiled = self._check_compiled()
+        inside = {m for c in compiled for m in c.modules() if m is not c}
         for module in self.module.modules():
-            unit = _Unit([], [])
-            for p in module._parameters.values():
-                slot = slot_of(p) if p is not None else None
-                if p is not None and slot is not None and slot.bucket.policy.shard_params:
-                    unit.params.append(p)
-                    if slot.bucket not in unit.buckets:
-                        unit.buckets.append(slot.bucket)
+            if module in inside:
+                continue
+            unit = self._unit_for(module.parameters() if module in compiled else module._parameters.values())
             if module in holders:
                 unit.leaf = holders[module]
                 members = self._units[self._unit_of[unit.leaf.index]]
                 unit.buckets += [b for b in members if b not in unit.buckets]
-            if unit.buckets or module is self.module:
-                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
-                self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
+            if not unit.buckets and module is not self.module:
+                continue
+            if module in compiled and not is_wrapper(module):
+                self._handles.append(AroundCompiled(module, self._enter(unit), self._leave))
+                continue
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(self._enter(unit)), prepend=True))
+            self._handles.append(module.register_forward_hook(ModuleHook(self._leave), always_call=True))
+
+    def _unit_for(self, params: Iterable[nn.Parameter | None]) -> _Unit:
+        unit = _Unit([], [])
+        for p in params:
+            slot = slot_of(p) if p is not None else None
+            if p is not None and slot is not None and slot.bucket.policy.shard_params:
+                unit.params.append(p)
+                if slot.bucket not in unit.buckets:
+                    unit.buckets.append(slot.bucket)
+        return unit
+
+    def _check_compiled(self) -> frozenset[nn.Module]:
+        """The modules that run compiled. Raises `ModelError` for the model as a whole."""
+        found = frozenset(compiled_modules(self.module))
+        if self.module in found:
+            raise ModelError(
+                "the whole model is compiled, and at stage 3 that would gather all of it at once; compile its blocks instead, for "
+                "example `for block in model.layers: block.compile()`, or use stage 2"
+            )
+        return found
+
+    def _follow_compilation(self) -> None:
+        """Blocks may be compiled, or not any more, between two passes."""
+        if self._compiled != frozenset(compiled_modules(self.module)):
+            self._uninstall()
+            self._install()
+
+    def _uninstall(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _holders(self) -> dict[nn.Module, Bucket]:
         """For each leaf the module that gathers it when it runs and keeps it until it is done, whichever parts run: the leaf,
@@ -359,6 +366,7 @@ class Sharder:
     def _enter(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if not self._frames and not in_backward():
+                self._follow_compilation()
                 self._backward_running = False
                 self._last = None
                 self._window.restart("train" if torch.is_grad_enabled() else "eval")
@@ -394,6 +402,11 @@ class Sharder:
         if not self._frames and not in_backward():
             self.release_all()
 
+    def abandon(self) -> None:
+        """A forward was broken off: nothing of it goes on."""
+        while self._frames:
+            self._leave(self._frames[-1].module, (), None)
+
     def _gather_in_backward(self, bucket: Bucket, output: Any) -> None:
         """Backward of a leaf begins with its gather on every rank, also where no part of it that ran has weights to read."""
 
@@ -407,12 +420,11 @@ class Sharder:
 
     def remove(self) -> None:
         """Takes all hooks off and gives the parameters their own memory. Collective if values are sharded."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._uninstall()
         self._by_storage.clear()
         for bucket in self.buckets:
             bucket.detach()
+        forget_frozen(self.module.parameters())
 
 
 def _storage_of(t: Tensor) -> int:

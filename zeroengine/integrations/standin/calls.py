@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from zeroengine.engine.initialize import ConfigSource
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
 
+_TP_SIZE = "_zero_tp_size"
 _WITHOUT_EFFECT = ("mesh_param", "mesh_device", "dont_change_device")
 
 
@@ -69,14 +70,35 @@ def initialize(
     scale_config = getattr(args, "deepscale_config", None)
     if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
         config = scale_config
+    asked = getattr(model, _TP_SIZE, 1)
     engine, wrapped, loader, scheduler = build.initialize(
         args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port, mpu=mpu, collate_fn=collate_fn, config=config,
         config_params=config_params,
     )  # fmt: skip
+    if asked != engine.mesh.degrees.tp:
+        engine.destroy()
+        raise _other_degree(asked, engine.mesh.degrees.tp)
     if wrapped is not None and engine.zero_optimization_stage() == 3:
         wrapped.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     return engine, wrapped, loader, scheduler
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: ConfigSource | None = None) -> nn.Module:
+    """`model` as it is: `initialize` splits it over `tp_size` ranks, as the configuration says as well. Raises `ConfigError` where
+    that says another number, here if `config` is given, or else in `initialize`."""
+    said = config["tensor_parallel"].get("autotp_size", 1) if isinstance(config, Mapping) and "tensor_parallel" in config else tp_size
+    if said != tp_size:
+        raise _other_degree(tp_size, said)
+    setattr(model, _TP_SIZE, tp_size)
+    return model
+
+
+def _other_degree(asked: int, said: int) -> ConfigError:
+    return ConfigError(
+        f"deepspeed.tp_model_init was asked for {asked} tensor-parallel ranks, and the configuration says {said}; write "
+        f"`tensor_parallel.autotp_size`: {asked} (or `mesh.tp`), which is what splits the layers"
+    )
 
 
 class DeepSpeedConfig:

@@ -48,6 +48,7 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
         "__version__": (VERSION,),
         "version": (VERSION,),
         "initialize": f"{_CALLS}:initialize",
+        "tp_model_init": f"{_CALLS}:tp_model_init",
         "init_distributed": f"{_HERE}.startup:init_distributed",
         "add_config_arguments": "zeroengine.engine.initialize:add_config_arguments",
         "DeepSpeedConfig": f"{_CALLS}:DeepSpeedConfig",
@@ -195,7 +196,6 @@ REFUSED_CALLS: Mapping[str, str] = {
     "deepspeed.DeepSpeedTransformerConfig": _KERNEL,
     "deepspeed.replace_transformer_layer": _KERNEL,
     "deepspeed.revert_transformer_layer": _KERNEL,
-    "deepspeed.tp_model_init": "tensor parallelism is asked for in the configuration (`mesh.tp`), not by a call",
 }
 REFUSED_MODULES: Mapping[str, str] = {
     "deepspeed.inference": _INFERENCE,
@@ -210,7 +210,7 @@ REFUSED_MODULES: Mapping[str, str] = {
     "deepspeed.runtime.sequence_parallel": "sequences are cut over ranks by the engine's own `mesh`, not by an adapter around attention",
     "deepspeed.autotuning": "tuning by trial runs is not a part of zeroengine",
     "deepspeed.compile": "passes over compiled graphs are not a part of zeroengine; compile the model with torch.compile",
-    "deepspeed.profiling": "zeroengine has no FLOPS profiler; use torch.profiler or torch.utils.flop_counter",
+    "deepspeed.profiling": "a profile is asked for in the configuration (`flops_profiler`); elsewhere use torch.utils.flop_counter",
     "deepspeed.io": "zeroengine writes checkpoints itself, through torch.distributed.checkpoint",
     "deepspeed.nvme": "zeroengine has no tuning of disks",
 }

@@ -1,0 +1,103 @@
+"""From the configuration to the observers of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from zeroengine.checkpoint import Ranks
+from zeroengine.config import Config
+from zeroengine.engine import report
+from zeroengine.engine.reporting import ReportMethods
+from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.monitor.comms import CommsLogger
+from zeroengine.monitor.exhausted import Layout, explain, is_exhaustion
+from zeroengine.monitor.flops import FlopsProfiler
+from zeroengine.monitor.metrics import Monitors, Progress, open_sinks, wants_sinks
+from zeroengine.monitor.phases import StepClock
+from zeroengine.monitor.recorder import Recorder
+from zeroengine.monitor.sinks import Sink
+from zeroengine.monitor.trace import ScheduledTrace
+
+T = TypeVar("T")
+_LARGEST = 10  # buckets in a snapshot
+
+
+def observe(engine: ReportMethods) -> None:
+    """Adds the observers that the configuration asks for: none, by default, but the line of progress. Collective where monitors or
+    records are asked for. Raises `ConfigError` on all ranks for what cannot be opened."""
+    settings, watch = engine.settings, engine.watch
+    records = settings.monitor.run_dir is not None
+    clock = StepClock() if settings.wall_clock_breakdown or records else None
+    if clock is not None:
+        watch.add(clock)
+    told = clock if settings.wall_clock_breakdown else None
+    if Progress.wanted(settings.steps_per_print):
+        watch.add(Progress(settings.steps_per_print or 0, told, engine.memory_report if settings.memory_breakdown else None))
+    if wants_sinks(settings):
+        watch.add(Monitors(_together("opening the monitors", partial(_sinks, settings, engine.mesh.rank)), told))
+    if settings.comms_logger.enabled:
+        gather = partial(_gather, "the log of the communication")
+        watch.add(CommsLogger(settings.comms_logger, engine.dims_of, gather))
+    if settings.flops_profiler.enabled:
+        watch.add(FlopsProfiler(settings.flops_profiler, engine.module, engine.mesh.rank, _peak_dtype(settings)))
+    if settings.torch_profiler.enabled:
+        watch.add(ScheduledTrace(settings.torch_profiler, engine.mesh.rank))
+    if clock is not None and settings.monitor.run_dir is not None:
+        watch.add(_together("opening the records of monitor.run_dir", partial(_recorder, engine, clock)))
+
+
+def explain_exhaustion(engine: ReportMethods, phase: str, error: BaseException) -> BaseException | None:
+    """What to raise where memory ran out in a phase of `engine`; None for any other error."""
+    if not is_exhaustion(error):
+        return None
+    zero, folder = engine.settings.zero_optimization, engine.settings.monitor.run_dir
+    device, buckets = engine.mesh.fabric.device, engine.mechanism.buckets
+    layout = Layout(
+        zero.stage, engine.mesh.shard_params.size, engine.batch.micro, engine.batch.accumulation, zero.offload_param.device,
+        zero.offload_optimizer.device, device.type != "cpu", max((b.layout.padded for b in buckets), default=0),
+        engine.planned_memory(),
+    )  # fmt: skip
+    largest = sorted(((b.subject, b.layout.padded * b.dtype.itemsize) for b in buckets), key=lambda x: -x[1])[:_LARGEST]
+    held = report.measured_memory(engine.module, engine.mechanism)
+    return explain(error, phase, engine.mesh.rank, device, layout, held, None if folder is None else Path(folder), largest)
+
+
+def _sinks(settings: Config, rank: int) -> list[Sink]:
+    return open_sinks(settings) if rank == 0 else []
+
+
+def _recorder(engine: ReportMethods, clock: StepClock) -> Recorder:
+    section = engine.settings.monitor
+    return Recorder(Path(section.run_dir or "."), engine, engine.mesh.fabric, clock, section.timeline_step, section.loss_every)
+
+
+def _together(doing: str, work: Callable[[], T]) -> T:
+    """`work` on every rank; if it fails on any, the same error on all."""
+    made: list[T] = []
+
+    def attempt() -> str | None:
+        try:
+            made.append(work())
+        except ZeroEngineError as error:
+            return str(error)
+        except Exception as error:  # a service's own, too: the others must hear of it
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    failures = [text for text in Ranks.of_job().phase(doing, attempt) if text is not None]
+    if failures:
+        raise ConfigError(f"{doing}: {failures[0]}")
+    return made[0]
+
+
+def _gather(doing: str, text: str) -> list[str]:
+    return Ranks.of_job().phase(doing, lambda: text)
+
+
+def _peak_dtype(settings: Config) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.dtype]

@@ -1,0 +1,27 @@
+"""`zerorun report RUN_DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeroengine.monitor.document import assemble
+from zeroengine.monitor.record import read_run
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prints a run's report, and writes `report.json` and `report.html` beside its records unless told where."""
+    parser = argparse.ArgumentParser("zerorun report", description="Predicted beside measured: memory, traffic and time of a run.")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that monitor.run_dir named")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="where the page goes (default RUN_DIR/report.html)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default RUN_DIR/report.json)")
+    args = parser.parse_args(argv)
+    facts, records = read_run(args.run_dir)
+    report = assemble(facts, records)
+    page, figures = args.html or args.run_dir / "report.html", args.json or args.run_dir / "report.json"
+    page.write_text(report.html(), encoding="utf-8")
+    figures.write_text(report.json() + "\n", encoding="utf-8")
+    sys.stdout.write(f"{report.text()}\n{page}\n{figures}\n")
+    return 0
