@@ -33,7 +33,6 @@ class PlanJob:
         import transformers
 
         import zeroengine
-        from zeroengine.pipeline.causal_lm import split_causal_lm
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -43,8 +42,6 @@ class PlanJob:
         if layout["recompute"]:
             built.gradient_checkpointing_enable()  # type: ignore[operator]
         self.base = memory.resident_bytes() or 0
-        if layout["pp"] > 1:
-            built = split_causal_lm(built, layout["pp"], schedule=layout["schedule"])
         self.engine, *_ = zeroengine.initialize(model=built, config=config)
         self.activations = 0
 

@@ -54,7 +54,6 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
     import transformers
 
     import zeroengine
-    from zeroengine.pipeline.causal_lm import split_causal_lm
 
     found = {}
     zeroengine.init_distributed("gloo")
@@ -63,8 +62,6 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(source(kind).config)
         if layout.recompute:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
-        if layout.pp > 1:
-            model = split_causal_lm(model, layout.pp, schedule=layout.schedule)
         engine, *_ = zeroengine.initialize(model=model, config=layout.config(job(world, batch), folder))
         held = [b.full for b in engine.mechanism.buckets if b.full is not None]
         activations = 0

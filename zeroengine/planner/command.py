@@ -114,12 +114,10 @@ def run(argv: Sequence[str]) -> int:
 def needs(layout: Layout, source: ModelSource) -> list[str]:
     """What the script has to do beside giving the configuration."""
     told = []
-    if layout.recompute and layout.pp == 1:
+    if layout.recompute and not source.takes_stages:
         told.append("the script calls model.gradient_checkpointing_enable() before zeroengine.initialize")
     if layout.pp > 1 and source.takes_stages:
         told.append(f"the script builds the model with num_stages={layout.pp}")
-    elif layout.pp > 1:
-        told.append(f'the script gives zeroengine.initialize split_causal_lm(model, {layout.pp}, schedule="{layout.schedule}")')
     return told
 
 

@@ -70,7 +70,7 @@ class Layout:
             "train_batch_size": job.batch,
             "train_micro_batch_size_per_gpu": self.micro,
             "zero_optimization": zero,
-            "mesh": {name: size for name, size in degrees.items() if size > 1 or name == "dp_shard"},
+            "mesh": {name: size for name, size in degrees.items() if size > 1 or name == "dp_shard"} | self._pipeline(),
         }
         if "optimizer" not in job.base:
             made["optimizer"] = {"type": job.optimizer}
@@ -81,6 +81,11 @@ class Layout:
         if self.cp > 1:
             made["sequence_parallel"] = {"attention": self.attention}
         return _merged(job.base, made)
+
+    def _pipeline(self) -> dict[str, Any]:
+        if self.pp == 1 or (self.schedule == "1f1b" and self.virtual_stages is None):
+            return {}
+        return {"pp_schedule": self.schedule} | ({} if self.virtual_stages is None else {"pp_virtual_stages": self.virtual_stages})
 
     def settings(self, job: Job) -> Config:
         return Config.load(self.config(job))
