@@ -98,6 +98,8 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
 
 def dry_run(source: ModelSource, job: Job, layout: Layout, write: Callable[[str], object], places: list[int] | None = None) -> int:
     """Builds every pipeline rank (or those of `places`) and tells what it holds. The exit code: 1 where states alone do not fit."""
+    if (layout.offload, layout.offload_values) != ("none", "none"):
+        raise ConfigError(f"a dry run has no host or disk to offload to ({layout.show()}); leave --offload at none")
     write(f"dry run: {layout.show()} on {job.ranks} ranks, one process, meta device\n")
     begin, worst = time.monotonic(), 0.0
     for place in range(layout.pp) if places is None else places:
