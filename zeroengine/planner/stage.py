@@ -103,7 +103,7 @@ def quiet() -> Iterator[None]:
 
 
 class Workshop:
-    """Builds `PaperRank`s of one model. The whole model is built once for each way to share its layers."""
+    """Builds `PaperRank`s, each of a model of its own."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
