@@ -84,15 +84,16 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
         model = source.on_meta()
     groups = groups_of(mesh)
     if layout.pp == 1:
-        share_sequences(model, settings, mesh, share_layers(model, settings, mesh))
-        spread_experts(model, settings, mesh, groups)
+        layers = share_layers(model, settings, mesh)
+        sequences = share_sequences(model, settings, mesh, layers)
+        spread_experts(model, settings, mesh, groups, False, layers, sequences)
         return build_mechanism(model, settings, groups, trains=True, everyone=mesh.everyone)
     if not isinstance(model, PipelineModule):
         model = split_model(model, layout.shape(), place)
     ties = Ties(model, StageComms.of(mesh), torch.device("meta"))
-    share_stage_layers(model, settings, mesh, mesh.everyone)
-    share_stage_sequences(model, settings, mesh)
-    spread_experts(model, settings, mesh, groups, stage=True)
+    stage_layers = share_stage_layers(model, settings, mesh, mesh.everyone)
+    stage_sequences = share_stage_sequences(model, settings, mesh, trains=True)
+    spread_experts(model, settings, mesh, groups, True, stage_layers, stage_sequences)
     return build_stages(model, settings, groups, ties, mesh.everyone, trains=True)
 
 

@@ -34,7 +34,7 @@ def gathers_of(source: ModelSource, config: Mapping[str, Any], world: int, again
         layers = share_layers(model, settings, mesh)
         sequences = share_sequences(model, settings, mesh, layers)
         groups = groups_of(mesh)
-        experts = spread_experts(model, settings, mesh, groups)
+        experts = spread_experts(model, settings, mesh, groups, False, layers, sequences)
         even_routes(model, experts)
         mechanism = build_mechanism(model, settings, groups, trains=True)
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zeroengine.config import Config
 from zeroengine.engine.accounting import BucketFacts
 from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
-from zeroengine.engine.mechanism import compute_dtype, gradient_rule, offload_rules, sharding_rule
+from zeroengine.engine.mechanism import gradient_rule, offload_rules, sharding_rule
 from zeroengine.engine.parallel import share_layers, share_sequences
 from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences
 from zeroengine.errors import ConfigError, ModelError
@@ -131,15 +131,17 @@ class Workshop:
         sequences, sharing = None, None
         if shape.ranks > 1:
             stages = model if isinstance(model, PipelineModule) else self._split(model, shape, place)
-            cut = share_stage_layers(stages, settings, mesh, mesh.everyone)
-            sharing = StageSharing(None if cut is None else cut.region, share_stage_sequences(stages, settings, mesh))
+            layers = share_stage_layers(stages, settings, mesh, mesh.everyone)
+            stage_sequences = share_stage_sequences(stages, settings, mesh, trains=True)
+            sharing = StageSharing(None if layers is None else layers.region, stage_sequences)
+            experts = spread_experts(stages, settings, mesh, groups_of(mesh), True, layers, stage_sequences)
             model = stages
         else:
-            sequences = share_sequences(model, settings, mesh, share_layers(model, settings, mesh))
-        members = groups_of(mesh)
-        experts = spread_experts(model, settings, mesh, members, stage=shape.ranks > 1)
+            layers = share_layers(model, settings, mesh)
+            sequences = share_sequences(model, settings, mesh, layers)
+            experts = spread_experts(model, settings, mesh, groups_of(mesh), False, layers, sequences)
         with source.fake:
-            _cast(model, compute_dtype(settings))
+            _cast(model, settings, mesh)
         return PaperRank(rank, model, mesh, fabric, settings, sequences, experts, sharing)
 
     def _split(self, model: nn.Module, shape: Shape, place: int) -> PipelineModule:
@@ -227,10 +229,10 @@ def _options(source: ModelSource, shape: Shape) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in unknown}
 
 
-def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    if dtype is None:
-        return
-    for p in model.parameters():
-        if p.is_floating_point():
-            p.data = p.data.to(dtype)
-    cast_buffers(model, dtype)
+def _cast(model: nn.Module, settings: Config, mesh: Mesh) -> None:
+    """The types in which the engine uses parameters and buffers."""
+    rule = sharding_rule(settings)
+    for laid in lay_out(model, rule, groups_of(mesh)):
+        for _, p in laid.named:
+            p.data = p.data.to(laid.dtype)
+    cast_buffers(model, rule)
