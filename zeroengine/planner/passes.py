@@ -141,7 +141,7 @@ def count_pass(
             handle.remove()
     sent, calls = fabric.sent(), fabric.calls()
     fabric.forget_sent()
-    return Pass(float(saved), float(ledger.peak), ledger.flops, flops, ledger.touched, touched, float(ledger.operations), sent, calls)  # type: ignore[arg-type]
+    return Pass(float(saved), float(ledger.peak), ledger.flops, flops, ledger.touched, touched, float(ledger.operations), sent, calls)
 
 
 def _drop(param: Tensor) -> None:

@@ -65,7 +65,7 @@ def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: in
         tree, labels = first.module.split_batch(given if len(given) != 2 or "input_ids" in given else tuple(given.values()))
         if first.sharing is not None:
             tree, labels = first.sharing.begin(0, tree, labels)
-    found = []
+    found: list[StagePass] = []
     known: dict[Any, tuple[Pass, Any]] = {}
     for s in range(len(first.module.placement)):
         if s in by_stage:
@@ -105,7 +105,8 @@ def _one_stage(
     if not isinstance(module, PipelineModule):
         raise ModelError("a rank of a pipeline holds a PipelineModule")
     last = stage == len(module.placement) - 1
-    owner, blocks = module, None
+    owner: nn.Module = module
+    blocks: _Blocks | None = None
     if isinstance(module, PipelinedCausalLM):
         owner = module.skeleton(stage)
         blocks = _blocks(owner)

@@ -180,9 +180,9 @@ def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
     for name, layer in model.named_modules():
         dispatcher = getattr(layer, "_dispatcher", None)
         if isinstance(dispatcher, Dispatcher):
-            layer._dispatcher = EvenDispatcher(dispatcher.group, dispatcher.num_experts, name)  # type: ignore[assignment]
+            layer._dispatcher = EvenDispatcher(dispatcher.group, dispatcher.num_experts, name)
         if isinstance(getattr(layer, "statistics", None), Statistics) and "statistics" in layer.__dict__:
-            layer.statistics = _NoStatistics(1)  # type: ignore[assignment]
+            layer.statistics = _NoStatistics(1)
 
 
 class _NoStatistics(Statistics):
