@@ -37,10 +37,11 @@ def test_sums_over_blocks_and_samples_are_those_of_the_whole_model() -> None:
     with made.fake:
         given = made.inputs(3, 64)
         whole = count_pass(lambda: [loss_of(rank.module(**given, use_cache=False))], rank.module.parameters(), given.values(), rank.fabric)
-    for name in ("flops", "forward_flops", "saved", "operations"):
+    for name in ("flops", "forward_flops", "saved"):
         assert getattr(summed, name) == pytest.approx(getattr(whole, name)), name
     assert summed.touched == pytest.approx(whole.touched, rel=0.01)
     assert summed.peak == pytest.approx(whole.peak, rel=0.01)
+    assert summed.operations == pytest.approx(whole.operations, rel=0.02)
 
 
 @pytest.mark.parametrize(("tp", "recompute"), [(1, False), (2, False), (1, True)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,18 +79,18 @@ def at_rest(facts: Sequence[BucketFacts], moments: int, loose: int, value_buffer
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "disk": disk, "staging": staging}
 
 
-def of_step(facts: Sequence[BucketFacts], accumulation: int, gathers: Callable[[int], int] = lambda index: 2) -> dict[str, int]:
+def of_step(facts: Sequence[BucketFacts], accumulation: int) -> dict[str, int]:
     """Bytes of parameters and gradients that a rank sends in a step of `accumulation` micro-batches, by "communicator.operation".
-    `gathers`: how often a micro-batch gathers the values of a sharded bucket, by its index. Rajbhandari et al. (2020), section 7."""
+    A micro-batch gathers sharded values once in forward and once in backward. Rajbhandari et al. (2020), section 7."""
     sent: dict[str, int] = {}
 
     def count(name: str, elements: int, itemsize: int, ranks: int, times: int = 1) -> None:
         sent[name] = sent.get(name, 0) + times * (elements * itemsize * (ranks - 1) // ranks)
 
-    for index, b in enumerate(facts):
+    for b in facts:
         grads = b.kind.replace("params", "grads")
         if b.policy.shard_params:
-            count(f"{b.kind}.all_gather", b.layout.padded, b.dtype.itemsize, b.ranks, accumulation * gathers(index))
+            count(f"{b.kind}.all_gather", b.layout.padded, b.dtype.itemsize, b.ranks, 2 * accumulation)
         if b.rule is None:
             continue
         sums = b.rule.accumulate.itemsize

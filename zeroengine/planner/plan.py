@@ -17,7 +17,6 @@ from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.schedules import find_rule
 from zeroengine.pipeline.simulate import Timeline
-from zeroengine.planner.gathers import gathers_of
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.memory import Memory, pipeline_activations, rank_memory
 from zeroengine.planner.model import ModelSource
@@ -76,7 +75,6 @@ class Planner:
         self.source, self.job = source, job
         self._workshop = Workshop(source)
         self._built: dict[Any, list[PaperRank] | ZeroEngineError] = {}
-        self._gathered: dict[Any, list[int]] = {}
         self._rehearsed: dict[int, tuple[list[StagePass], float]] = {}
 
     def plan(self, layout: Layout) -> Plan | Refused:
@@ -97,14 +95,13 @@ class Planner:
         ranks = self._ranks(layout, settings)
         described = [self._facts(rank, layout, settings) for rank in ranks]
         passes, labels = self._passes(layout, ranks)
-        gathers = self._gathers(layout, settings, described[0][0], max(len(f) for f, _ in described))
         times, inside = stage_times(passes, mesh.degrees, job.hardware, job.dtype == "fp32", layout.ep)
         timeline = None
         if schedule is not None:
             message = max(p.forward_bytes for p in passes)
             timeline = run_schedule(schedule, times, sending_time("pipeline.send", message, 1.0, mesh.degrees, job.hardware))
         found = tuple(
-            self._rank_plan(rank, facts, loose, layout, settings, accumulation, passes, labels, timeline, gathers)
+            self._rank_plan(rank, facts, loose, layout, settings, accumulation, passes, labels, timeline)
             for rank, (facts, loose) in zip(ranks, described, strict=True)
         )
         moments = moments_of(job.optimizer)
@@ -144,22 +141,9 @@ class Planner:
         mesh, _ = paper_mesh(settings, self.job.ranks, rank.rank, layout.pp)
         return rank.facts(torch.device(self.job.hardware.device), settings, mesh)
 
-    def _gathers(self, layout: Layout, settings: Config, facts: list[BucketFacts], many: int) -> list[int]:
-        """Of each bucket in a micro-batch. Stages of a pipeline are taken to read every bucket in forward and in backward."""
-        if layout.pp > 1 or not any(b.policy.shard_params and b.ranks > 1 for b in facts):
-            return [2] * many
-        zero = settings.zero_optimization
-        key = (layout.tp, layout.cp, layout.ep, layout.recompute, layout.attention, zero.model_dump_json())
-        if key not in self._gathered:
-            short = min(self.job.sequence, 32 * layout.cp * layout.tp)
-            found = gathers_of(self.source, layout.config(self.job), self.job.ranks, layout.recompute, short)
-            self._gathered[key] = list(found.values())
-        counts = iter(self._gathered[key])
-        return [next(counts) if b.policy.shard_params else 0 for b in facts]
-
     def _rank_plan(
         self, rank: PaperRank, facts: list[BucketFacts], loose: int, layout: Layout, settings: Config, accumulation: int,
-        passes: list[StagePass], labels: float, timeline: Timeline | None, gathers: list[int],
+        passes: list[StagePass], labels: float, timeline: Timeline | None,
     ) -> RankPlan:  # fmt: skip
         moments, hardware = moments_of(self.job.optimizer), self.job.hardware
         place = rank.mesh.coordinate("pp")
@@ -170,7 +154,7 @@ class Planner:
             activations, passing = pipeline_activations(timeline, passes, place)
         buffers = float(sum(b.nbytes for b in rank.module.buffers()))
         memory = rank_memory(facts, loose, moments, settings, activations, passing, buffers, hardware.reserved)
-        sent: dict[str, float] = dict(of_step(facts, accumulation, gathers.__getitem__))
+        sent: dict[str, float] = dict(of_step(facts, accumulation))
         for p in _own(passes, timeline, place):
             for name, size in p.counted.sent.items():
                 sent[name] = sent.get(name, 0.0) + accumulation * size
