@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -98,7 +99,7 @@ def _transformers(name: str, values: dict[str, Any]) -> ModelSource:
         from transformers.initialization import no_init_weights
 
         with no_init_weights():
-            made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+            made: nn.Module = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))  # the engine changes a model's own
         return made
 
     return ModelSource(name, make, token_inputs, config=config)
