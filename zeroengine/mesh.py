@@ -120,14 +120,14 @@ class Mesh:
 
     Gathering and reducing have separate streams over the same ranks, so that they need no common order.
     `replicate_grads` joins the ranks that hold the same shard; `control` all ranks among which gradients are averaged,
-    always over CPU tensors. `tensor` joins the ranks that share each layer (`tensor_control` over CPU tensors),
-    `same_sample` those that share layers or a sequence and must be given the same batch, over CPU tensors. `everyone` joins all
-    ranks, over CPU tensors.
+    always over CPU tensors. `device_mesh`: torch's; None where there are no processes. `tensor` joins the ranks that share each
+    layer (`tensor_control` over CPU tensors), `same_sample` those that share layers or a sequence and must be given the same
+    batch, over CPU tensors. `everyone` joins all ranks, over CPU tensors.
     """
 
     degrees: Degrees
     rank: int
-    device_mesh: DeviceMesh
+    device_mesh: DeviceMesh | None
     fabric: Fabric
     shard_params: AnyCommunicator
     shard_grads: AnyCommunicator
@@ -142,6 +142,27 @@ class Mesh:
     @property
     def everyone(self) -> AnyCommunicator:
         return self.job or self.control
+
+    @staticmethod
+    def over(fabric: Fabric, degrees: Degrees, device_mesh: DeviceMesh | None, ep: int = 1) -> Mesh:
+        """The place of the fabric's rank, with its communicators. Collective over the world."""
+        make = fabric.communicator
+        shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
+        return Mesh(
+            degrees=degrees,
+            rank=fabric.rank,
+            device_mesh=device_mesh,
+            fabric=fabric,
+            shard_params=make("params", shard),
+            shard_grads=make("grads", shard),
+            replicate_grads=make("replicas", degrees.ranks_along(fabric.rank, ("dp_replicate",))),
+            control=make("control", degrees.ranks_along(fabric.rank, DATA_DIMS), control=True),
+            tensor=make("tensor", degrees.ranks_along(fabric.rank, ("tp",))),
+            tensor_control=make("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
+            same_sample=make("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
+            experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
+            job=make("everyone", control=True) if degrees.pp * degrees.tp > 1 else None,
+        )
 
     def coordinate(self, dim: str) -> int:
         return self.degrees.coordinates(self.rank)[dim]
@@ -180,19 +201,4 @@ def build_mesh(fabric: Fabric, *, pp: int = 1, dp_replicate: int = 1, dp_shard: 
     dims = [name for name in DIMS if getattr(degrees, name) > 1] or ["dp_shard"]
     shape = tuple(getattr(degrees, name) for name in dims)
     device_mesh = init_device_mesh(fabric.device.type, shape, mesh_dim_names=tuple(dims))
-    shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
-    return Mesh(
-        degrees=degrees,
-        rank=fabric.rank,
-        device_mesh=device_mesh,
-        fabric=fabric,
-        shard_params=fabric.communicator("params", shard),
-        shard_grads=fabric.communicator("grads", shard),
-        replicate_grads=fabric.communicator("replicas", degrees.ranks_along(fabric.rank, ("dp_replicate",))),
-        control=fabric.communicator("control", degrees.ranks_along(fabric.rank, DATA_DIMS), control=True),
-        tensor=fabric.communicator("tensor", degrees.ranks_along(fabric.rank, ("tp",))),
-        tensor_control=fabric.communicator("tensor control", degrees.ranks_along(fabric.rank, ("tp",)), control=True),
-        same_sample=fabric.communicator("samples", degrees.ranks_along(fabric.rank, ("cp", "tp")), control=True),
-        experts=ExpertRanks.of(fabric, degrees, ep) if ep > 1 else None,
-        job=fabric.communicator("everyone", control=True) if degrees.pp * degrees.tp > 1 else None,
-    )
+    return Mesh.over(fabric, degrees, device_mesh, ep)

@@ -114,6 +114,22 @@ class Fabric:
         """Bytes of memory shared with peers that this rank holds: buffers, those kept for reuse, and staging areas."""
         return self._memory.bytes()
 
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent since `forget_sent`, by "communicator.operation"."""
+        return self._counts("bytes")
+
+    def calls(self) -> dict[str, int]:
+        """Operations between ranks since `forget_sent`, by "communicator.operation"."""
+        return self._counts("calls")
+
+    def forget_sent(self) -> None:
+        for made in self._made:
+            made.traffic.reset()
+
+    def _counts(self, what: str) -> dict[str, int]:
+        found = {f"{m.name}.{kind}": int(n) for m in self._made if m.size > 1 for kind, n in getattr(m.traffic, what).items()}
+        return {name: n for name, n in found.items() if n}
+
     def _check(self, name: str, members: tuple[int, ...]) -> None:
         if self.rank not in members:
             raise ValueError(f"rank {self.rank} asks for communicator {name!r} of ranks {members}, which it is not in")

@@ -33,7 +33,7 @@ class TorchCommunicator:
 
     With `shared`, collectives go through memory that the ranks share, and the comparison rides on their first meeting;
     `group` then carries sends and receives. With `simulate` (torch's `fake` backend) operations run at once in the caller,
-    without threads and checks.
+    without threads and checks, and tensors of the meta device are counted only.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class TorchCommunicator:
         self._group: dist.ProcessGroup | None = group
         self._transport: Transport | SharedTransport | TwoLevelTransport
         self._transport = shared or (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
+        self._simulates = simulate
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
         if watch is not None:
@@ -175,6 +176,8 @@ class TorchCommunicator:
     def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor) -> Work:
         self._check_usable(mark.subject, *tensors)
         self.traffic.count(mark.kind, sent)
+        if any(t.is_meta for t in tensors):
+            run = _nothing
         if not self.listeners:
             return self._start(mark, run)
         movement = Movement(self, mark.kind, mark.subject, sent)
@@ -203,7 +206,8 @@ class TorchCommunicator:
         if self._group is None:
             raise RuntimeError(f"communicator {self.name!r} is closed ({subject})")
         for t in tensors:
-            checks.require(t.device.type == "cpu", f"a CPU communicator was given a {t.device} tensor", self.name, subject)
+            usable = t.device.type == "cpu" or (self._simulates and t.is_meta)
+            checks.require(usable, f"a CPU communicator was given a {t.device} tensor", self.name, subject)
 
     def _share(self, nbytes: int) -> int:
         return checks.sent_share(nbytes, self.size)

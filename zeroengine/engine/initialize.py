@@ -25,7 +25,7 @@ from zeroengine.engine.parallel import check_plain, share_layers, share_sequence
 from zeroengine.engine.pipeline_initialize import cut_model, initialize_pipeline, local_parameters
 from zeroengine.errors import ConfigError, ModelError, OffloadError
 from zeroengine.logging import log_once, log_rank0
-from zeroengine.mesh import Mesh, build_mesh
+from zeroengine.mesh import Degrees, Mesh, build_mesh
 from zeroengine.moe.layer import declared_degree
 from zeroengine.offload.inputs import NO_EFFECT
 from zeroengine.optim.build import check_trainable, optimizer_factory, param_groups
@@ -166,6 +166,22 @@ def _config_source(args: Any, config: ConfigSource | None, config_params: Config
 
 
 def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) -> Mesh:
+    health = settings.health
+    fabric = Fabric(device, timeout=health.comm_timeout, stall_timeout=health.stall_timeout)
+    try:
+        try:
+        return build_mesh(fabric, **mesh_degrees(settings, fabric.world_size, stages).sizes(), ep=ep)
+    except ConfigError:
+        fabric.close()
+        raise
+    except ConfigError:
+        fabric.close()
+        raise
+
+
+def mesh_degrees(settings: Config, world_size: int, stages: int = 1) -> Degrees:
+    """The mesh that `settings` ask for on `world_size` ranks, for a model of so many pipeline stages (ranks of the pipeline).
+    Raises `ConfigError` for degrees that do not fit one another, the model or the world."""
     degrees, zero = settings.mesh, settings.zero_optimization
     shard = degrees.dp_shard if degrees.dp_shard is not None else zero.mics_shard_size
     replicate = degrees.dp_replicate
@@ -174,22 +190,16 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) 
             f"mesh.pp is {degrees.pp}, but the model has {stages} pipeline stage(s); give zeroengine.initialize a "
             "zeroengine.pipe.PipelineModule with num_stages of the same number"
         )
-    fabric = Fabric(device, timeout=settings.health.comm_timeout, stall_timeout=settings.health.stall_timeout)
-    try:
-        if shard is not None and replicate == 1:
-            ranks = shard * stages * degrees.cp * degrees.tp
-            if fabric.world_size % ranks:
-                sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
-                product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-                raise ConfigError(f"{product} = {ranks} does not divide the {fabric.world_size} ranks of the job; change a degree")
-            replicate = fabric.world_size // ranks
-        return build_mesh(
-            fabric, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
-            ep=ep,
-        )  # fmt: skip
-    except ConfigError:
-        fabric.close()
-        raise
+    if shard is not None and replicate == 1:
+        ranks = shard * stages * degrees.cp * degrees.tp
+        if world_size % ranks:
+            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ConfigError(f"{product} = {ranks} does not divide the {world_size} ranks of the job; change a degree")
+        replicate = world_size // ranks
+    return Degrees.resolve(
+        world_size, pp=stages, dp_replicate=replicate, dp_shard=-1 if shard is None else shard, cp=degrees.cp, tp=degrees.tp,
+    )  # fmt: skip
 
 
 def _check_mesh(settings: Config, mesh: Mesh) -> None:

@@ -108,12 +108,19 @@ def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool,
     """Where the configuration lets state and values of `module` live. Without `trains` there is no state. `everyone`: see
     `Placement`."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    zero, aio = config.zero_optimization, config.aio
+    aio = config.aio
+    state, values = offload_rules(config, trains=trains)
+    made = Placement(device, rank, state, values, FileRule(aio.block_size, aio.queue_depth * aio.intra_op_parallelism))
+    made.everyone = everyone
+    return made
+
+
+def offload_rules(config: Config, *, trains: bool = True) -> tuple[OffloadRule, OffloadRule]:
+    """Of masters and optimizer state, and of sharded values."""
+    zero = config.zero_optimization
     state, values = zero.offload_optimizer, zero.offload_param
     shards_values = policy_for(zero.stage).shard_params
-    made = Placement(
-        device,
-        rank,
+    return (
         OffloadRule(
             state.device, state.nvme_path, state.pin_memory, state.buffer_count, state.ratio,
             read_ahead=state.pipeline_read, write_behind=state.pipeline_write, claim=not state.fast_init,
@@ -121,15 +128,12 @@ def placement_for(config: Config, module: nn.Module, rank: int, *, trains: bool,
         OffloadRule(
             values.device, values.nvme_path, values.pin_memory, values.buffer_count, resident=values.max_in_cpu,
         ) if shards_values else OffloadRule(),
-        FileRule(aio.block_size, aio.queue_depth * aio.intra_op_parallelism),
     )  # fmt: skip
-    made.everyone = everyone
-    return made
 
 
-def gradient_rule(config: Config, bucket: Bucket, ranks: int) -> GradientRule:
+def gradient_rule(config: Config, dtype: torch.dtype, ranks: int) -> GradientRule:
     """fp32 accumulation and communication for 16-bit parameters unless the config asks for another type."""
-    wide = torch.promote_types(bucket.dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
     chosen = config.data_types.grad_accum_dtype
     accumulate = _DTYPES[chosen] if chosen else wide
     wire = _DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
@@ -179,7 +183,7 @@ def build_gradients(buckets: list[Bucket], config: Config, groups: Groups, pools
     made = []
     for b in buckets:
         if b.trainable:
-            group, rule = groups.of(b.params[0]), gradient_rule(config, b, groups.data_parallel_size)
+            group, rule = groups.of(b.params[0]), gradient_rule(config, b.dtype, groups.data_parallel_size)
             made.append(BucketGradients(b, rule, group.grads, group.replicas, pools[group.grads.name]))
     return made
 

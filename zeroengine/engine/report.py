@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from torch import nn
 
+from zeroengine.engine.accounting import BucketFacts, at_rest, of_step
 from zeroengine.engine.mechanism import Mechanism
-from zeroengine.offload.buffers import padded, rounded
 from zeroengine.optim.state import moments
 from zeroengine.zero.residency import slot_of
 
@@ -45,38 +43,25 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
 
 def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     """Bytes at rest after a step that the layout predicts, for the kinds that live on."""
-    parameters = sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
-    placement, disk = mechanism.placement, 0
-    values, state = [], []  # bytes of the records on disk
-    for bucket in mechanism.buckets:
-        held = bucket.layout.shard_numel if bucket.policy.shard_params else bucket.layout.padded
-        if bucket.home.in_memory:
-            parameters += bucket.dtype.itemsize * held
-        else:
-            disk += bucket.dtype.itemsize * held
-            values.append(rounded(bucket.dtype.itemsize * held))
-    gradients = optimizer = 0
+    loose = sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
     kept = moments(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
-    for g in mechanism.gradients:
-        bucket, layout, policy = g.bucket, g.bucket.layout, g.bucket.policy
-        gradients += g.rule.accumulate.itemsize * (layout.shard_numel if policy.shard_grads else layout.padded)
-        lo, hi = (bucket.own.start, bucket.own.stop) if policy.shard_state else (0, layout.padded)
-        wide = torch.promote_types(bucket.dtype, torch.float32).itemsize
-        # a master of its own
-        there = policy.shard_params and placement.values_on_host
-        own = bucket.dtype.itemsize < wide or (placement.on_host(bucket.index) and not there)
-        master = wide * (hi - lo) if own else 0
-        parts = [wide * (s.end - s.start) for s in layout.segments(lo, hi)]
-        if placement.state(bucket.index).in_memory:
-            optimizer += master + kept * sum(parts)
-        else:
-            disk += master + kept * sum(parts)
-            state.append(rounded(master) + rounded(kept * sum(padded(n) for n in parts)))
-    staging = sum(
-        min(rule.buffers, len(records)) * max(records, default=0)
-        for rule, records in ((placement.values_rule, values), (placement.state_rule, state))
-    )
-    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "disk": disk, "staging": staging}
+    placement = mechanism.placement
+    return at_rest(bucket_facts(mechanism), kept, loose, placement.values_rule.buffers, placement.state_rule.buffers)
+
+
+def bucket_facts(mechanism: Mechanism) -> list[BucketFacts]:
+    """What memory and traffic of the buckets follow from."""
+    rules = {g.bucket.index: g.rule for g in mechanism.gradients}
+    placement = mechanism.placement
+    return [
+        BucketFacts(
+            layout=b.layout, dtype=b.dtype, policy=b.policy, rank=b.comm.rank, replicas=mechanism.groups.replicas.size,
+            rule=rules.get(b.index), kind=b.comm.name, values_in_memory=b.home.in_memory,
+            state_in_memory=placement.state(b.index).in_memory,
+            apart=placement.on_host(b.index) and not (b.policy.shard_params and placement.values_on_host),
+        )
+        for b in mechanism.buckets
+    ]  # fmt: skip
 
 
 def traffic(mechanism: Mechanism) -> dict[str, int]:
@@ -94,27 +79,11 @@ def reset_traffic(mechanism: Mechanism) -> None:
         comm.traffic.reset()
 
 
-def planned_traffic(mechanism: Mechanism, accumulation: int) -> dict[str, float]:
+def planned_traffic(mechanism: Mechanism, accumulation: int) -> dict[str, int]:
     """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, by
     "group.operation". Each micro-batch reads every bucket's values once in forward and once in backward: Rajbhandari et al.
     (2020), section 7."""
-    found: dict[str, float] = defaultdict(float)
-    for bucket in mechanism.buckets:
-        share = (bucket.comm.size - 1) / bucket.comm.size
-        if bucket.policy.shard_params:
-            found[f"{bucket.comm.name}.all_gather"] += 2 * accumulation * bucket.layout.padded * bucket.dtype.itemsize * share
-    for g in mechanism.gradients:
-        (sums, replicas), bucket = g.streams, g.bucket
-        layout, policy, width = bucket.layout, bucket.policy, g.rule.accumulate.itemsize
-        share = (bucket.comm.size - 1) / bucket.comm.size
-        rounds = accumulation if policy.shard_grads else 1
-        found[f"{sums.name}.reduce_scatter"] += rounds * layout.padded * g.rule.wire.itemsize * share
-        found[f"{replicas.name}.all_reduce"] += rounds * 2 * layout.shard_numel * width * (replicas.size - 1) / replicas.size
-        if not policy.shard_state:
-            found[f"{sums.name}.all_gather"] += layout.padded * width * share  # the reduced gradients' other slices
-        elif not policy.shard_params:
-            found[f"{bucket.comm.name}.all_gather"] += layout.padded * bucket.dtype.itemsize * share  # the updated values
-    return dict(found)
+    return of_step(bucket_facts(mechanism), accumulation)
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

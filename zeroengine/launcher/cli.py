@@ -37,6 +37,9 @@ COMMANDS: Mapping[str, Command] = {
     "inspect": Command("says what is in a checkpoint", "zeroengine.checkpoint.commands:inspect"),
     "report": Command("shows what a run held, moved and waited for: report RUN_DIR", "zeroengine.monitor.command:run"),
     "config": Command("explains a configuration file: config check FILE", "zeroengine.config.check:main"),
+    "plan": Command(
+        "which layouts of a job fit, and how long a step takes: plan --model FOLDER --gpus 64", "zeroengine.planner.command:run"
+    ),
     "schedule": Command("checks, simulates and draws a pipeline schedule", "zeroengine.pipeline.command:run"),
 }
 

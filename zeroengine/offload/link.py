@@ -33,7 +33,7 @@ class Arriving:
 
 class DeviceLink:
     """Moves flat tensors between `device` and the host on a stream of its own. On the CPU nothing is copied: a tensor is its own
-    copy.
+    copy. Nor is there anything to copy on the meta device.
 
     Two staging buffers on the host, used in turn, bound its memory: a tensor from `down` is valid until the second next call.
     """
@@ -43,7 +43,7 @@ class DeviceLink:
         self._pin = pin
         self._staging: list[Tensor | None] = [None, None]
         self._turn = 0
-        self._torch: Any = torch.get_device_module(device) if device.type != "cpu" else None
+        self._torch: Any = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
         self._stream: Any = self._torch.Stream(device) if self._torch is not None else None
 
     def down(self, source: Tensor) -> Arriving:

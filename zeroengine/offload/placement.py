@@ -50,15 +50,41 @@ class FileRule:
     requests: int = 8
 
 
-class Placement:
+class Places:
+    """What the rules decide, bucket by bucket in order, without doing it. `device`: the one that computes."""
+
+    def __init__(self, device: torch.device, state: OffloadRule, values: OffloadRule) -> None:
+        self.device = device
+        self.state_rule, self.values_rule = state, values
+        self._seen = self._moved = self._resident = 0  # elements
+
+    def keeps_values(self, numel: int) -> bool:
+        """Whether the next shard, of `numel` elements, stays in memory. Once for each, in order."""
+        self._resident += numel
+        return self.values_rule.tier != "nvme" or self._resident <= self.values_rule.resident
+
+    def moves_state(self, numel: int) -> bool:
+        """Whether the state of the next bucket, of `numel` elements, leaves the device. Once for each, in order."""
+        rule = self.state_rule
+        self._seen += numel
+        away = rule.tier != "none" and self._moved + numel / 2 <= rule.ratio * self._seen
+        self._moved += numel if away else 0
+        return away
+
+    @property
+    def values_on_host(self) -> bool:
+        """Sharded values of an accelerator live on the host or beyond."""
+        return self.device.type != "cpu" and self.values_rule.tier != "none"
+
+
+class Placement(Places):
     """Answers for every bucket of one model where its values and its state live, and owns what brings them.
 
     On the CPU the tier `cpu` is the device itself. All ranks decide alike.
     """
 
     def __init__(self, device: torch.device, rank: int, state: OffloadRule, values: OffloadRule, files: FileRule | None = None) -> None:
-        self.device = device
-        self.state_rule, self.values_rule = state, values
+        super().__init__(device, state, values)
         self.link = DeviceLink(device, state.pin or values.pin)
         self.faults = Faults()
         self.everyone: Communicator | None = None  # control over all ranks of a model that stages or layers spread further
@@ -69,7 +95,6 @@ class Placement:
         self._stores: dict[str, DiskStore] = {}
         self._homes: dict[int, Home] = {}
         self._on_host: set[int] = set()  # buckets
-        self._seen = self._moved = self._resident = 0  # elements
 
     @staticmethod
     def on_device(device: torch.device) -> Placement:
@@ -100,8 +125,7 @@ class Placement:
             return shard, Memory()
         if shard.device.type != "cpu":
             shard = on_host(shard, rule.pin)
-        self._resident += shard.numel()
-        if rule.tier == "cpu" or self._resident <= rule.resident:
+        if self.keeps_values(shard.numel()):
             return shard, Memory()
         return shard, self._stores["params"].record(subject, members)
 
@@ -109,13 +133,10 @@ class Placement:
 
     def choose(self, index: int, numel: int, subject: str) -> bool:
         """Decides for bucket `index` of `numel` elements whether its state leaves the device. Once for each, in order."""
-        rule = self.state_rule
-        self._seen += numel
-        away = rule.tier != "none" and self._moved + numel / 2 <= rule.ratio * self._seen
+        away = self.moves_state(numel)
         if away:
-            self._moved += numel
             self._on_host.add(index)
-        if away and rule.tier == "nvme":
+        if away and self.state_rule.tier == "nvme":
             self._homes[index] = self._stores["optimizer"].record(subject, tuple)
         return away
 
@@ -126,11 +147,6 @@ class Placement:
     def on_host(self, index: int) -> bool:
         """Whether bucket `index` is updated on the host, apart from the device that computes."""
         return self.device.type != "cpu" and index in self._on_host
-
-    @property
-    def values_on_host(self) -> bool:
-        """Sharded values of an accelerator live on the host or beyond."""
-        return self.device.type != "cpu" and self.values_rule.tier != "none"
 
     def more_state(self, subject: str, members: Callable[[], Iterable[Tensor]]) -> Home:
         """A home for state that belongs to no bucket."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,7 +50,11 @@ _MOMENTS = {
 
 def moments(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's size `optimizer` keeps for it: known for torch's classes and ours, a guess for others."""
-    name, defaults = type(optimizer).__name__, optimizer.defaults
+    return moments_of(type(optimizer).__name__, optimizer.defaults)
+
+
+def moments_of(name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> int:
+    """`moments` of an optimizer's class name and defaults."""
     if name in ("SGD", "FusedSGD"):
         return 1 if defaults.get("momentum") else 0
     if name == "RMSprop":

@@ -84,6 +84,16 @@ class SharedSequences(SequenceAttention):
         inputs = dict(bound.arguments)
         inputs.update(inputs.pop("kwargs", {}))
         check_same_batch({k: v for k, v in inputs.items() if v is not None}, self._same)
+        return self._run(model, inputs, self._mean)
+
+    def rehearse(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+        """The forward on tensors without values, one document each; its loss is not averaged over ranks."""
+        return self._run(model, dict(inputs), lambda total, targets: total)
+
+    def _mean(self, total: Tensor, targets: Tensor) -> Tensor:
+        return mean_over_ranks(total, (targets != IGNORED).sum(), self._ranks, self._factor)
+
+    def _run(self, model: nn.Module, inputs: dict[str, Any], mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
         labels = inputs.pop("labels", None)
         local, running = cut_batch(inputs, self.group, self._accepted)
         targets = self._targets(labels)
@@ -97,7 +107,7 @@ class SharedSequences(SequenceAttention):
                 "set mesh.cp to 1"
             )
         if targets is not None:
-            output = self._with_loss(model, output, running.layout.shard(targets, self.group.rank, fill=IGNORED))
+            output = self._with_loss(model, output, running.layout.shard(targets, self.group.rank, fill=IGNORED), mean)
         if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
             self._note_open(output)
         return output
@@ -126,15 +136,14 @@ class SharedSequences(SequenceAttention):
             return None
         return next_token_targets(labels) if self._causal_targets else labels
 
-    def _with_loss(self, model: nn.Module, output: Any, targets: Tensor) -> Any:
+    def _with_loss(self, model: nn.Module, output: Any, targets: Tensor, mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
         logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None)
         if logits is None or logits.dim() != 3:
             raise ModelError("labels were given, but the model returns no logits [batch, tokens, classes] to compare them with")
         router = getattr(output, "aux_loss", None)
         if router is not None and not self.router_loss:
             raise ModelError("the model adds a router loss of its own, which depends on whole sequences; set output_router_logits=False")
-        count = (targets != IGNORED).sum()
-        loss = mean_over_ranks(self._total(logits, targets), count, self._ranks, self._factor)
+        loss = mean(self._total(logits, targets), targets)
         output["loss"] = loss if router is None else loss + model.router_aux_loss_coef * router
         return output
 
@@ -189,6 +198,8 @@ def _documents(inputs: Mapping[str, Any], batch: int, length: int) -> Tensor | N
         raise ConfigError(
             f"attention_mask must be [{batch}, {length}] with mesh.cp > 1; it was {getattr(mask, 'shape', type(mask).__name__)}"
         )
+    if mask is None and positions is None:
+        return None
     documents = torch.zeros(1, length, dtype=torch.int64)
     if positions is not None:
         documents = documents_from_positions(positions.detach().cpu().reshape(-1, length))

@@ -11,7 +11,7 @@ from zeroengine.comm.protocol import Communicator
 class RandomRegion:
     """Between a column- and a row-parallel layer (attention probabilities, hidden units) dropout draws from a stream of this
     rank; elsewhere from the common one. The rank's stream is seeded from the common one each time, so that recomputation,
-    which restores the common state, draws the same numbers again."""
+    which restores the common state, draws the same numbers again. Where `device` is meta no numbers are drawn."""
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self._comm = comm
@@ -20,6 +20,8 @@ class RandomRegion:
 
     def synchronize(self) -> None:
         """The first rank's states of the default generators become everybody's. Collective."""
+        if self._device.type == "meta":
+            return
         states = []
         for state in self._states():
             moved = state.to(self._device)
@@ -29,7 +31,7 @@ class RandomRegion:
 
     def enter(self, training: bool) -> None:
         """Behind a column-parallel layer; the second and later of a region change nothing."""
-        if not training or self._outer is not None:
+        if not training or self._outer is not None or self._device.type == "meta":
             return
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         self._outer = self._states()

@@ -55,6 +55,7 @@ class PipelineModule(nn.Module):
     `seed_layers`: a layer made from a spec starts from seed `base_seed` + its index, so the split does not change the model.
     `dropout_seed`: random numbers of a layer depend on it, the step, the micro-batch and the layer only.
     `activation_checkpoint_interval`: recompute so many layers at a time in backward; 0 keeps activations.
+    `stage_rank`: whose stages to build, for a plan; None: this process'.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class PipelineModule(nn.Module):
         partition_method: PartitionMethod = "parameters", schedule: str | ScheduleRule = "1f1b",
         virtual_stages: int | None = None, loss_weight: LossWeight | None = None, seed_layers: bool = True,
         base_seed: int = 1234, dropout_seed: int | None = None, activation_checkpoint_interval: int = 0,
+        stage_rank: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._configure(num_stages, schedule, virtual_stages, loss_fn, loss_weight)
+        self._configure(num_stages, schedule, virtual_stages, loss_fn, loss_weight, stage_rank)
         self.dropout_seed = dropout_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         names = [s.name if isinstance(s, LayerSpec) else type(s).__name__ for s in layers]
@@ -79,13 +81,13 @@ class PipelineModule(nn.Module):
 
     def _configure(
         self, num_stages: int, schedule: str | ScheduleRule, virtual_stages: int | None, loss_fn: LossFunction | None,
-        loss_weight: LossWeight | None,
+        loss_weight: LossWeight | None, stage_rank: int | None = None,
     ) -> None:  # fmt: skip
         self.num_stages = num_stages
         self.schedule_rule = find_rule(schedule)
         self.virtual_stages = self.schedule_rule.default_chunks if virtual_stages is None else virtual_stages
         self.placement = self.schedule_rule.placement(num_stages, self.virtual_stages)
-        self.stage_rank = pipeline_rank(num_stages)
+        self.stage_rank = pipeline_rank(num_stages) if stage_rank is None else stage_rank
         self.loss_fn, self.loss_weight = loss_fn, loss_weight
         self.draw = 0  # set by the engine for each step
         self.split_layers, self.split_rank = range(0), 0  # layers on a split sequence, and which part this rank has

@@ -20,7 +20,7 @@ from zeroengine.comm.protocol import Communicator, Work
 from zeroengine.errors import ModelError
 
 _ALIGN = 64
-_TRAILER = 16
+MESSAGE_TRAILER = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Wire:
         layout, tensors = layout_of(tree)
         before = self._sent.get(edge)
         space = before.numel if before is not None else 0
-        first = torch.empty(space + _TRAILER, dtype=torch.uint8, device=self._device)
+        first = torch.empty(space + MESSAGE_TRAILER, dtype=torch.uint8, device=self._device)
         if layout == before:
             _pack(layout, tensors, first)
             first[space:].zero_()
@@ -161,7 +161,7 @@ class Wire:
             pending = self._wanted.popleft()
             known = self._known.get(pending.edge)
             space = known.numel if known is not None else 0
-            pending.buffer = torch.empty(space + _TRAILER, dtype=torch.uint8, device=self._device)
+            pending.buffer = torch.empty(space + MESSAGE_TRAILER, dtype=torch.uint8, device=self._device)
             pending.work = self._stream.recv(pending.buffer, self._peer, pending.subject)
             self._posted.append(pending)
 
@@ -171,7 +171,7 @@ class Wire:
         if work is None or buffer is None:
             raise RuntimeError(f"{pending.subject}: settled before it was posted")
         work.wait()
-        space = buffer.numel() - _TRAILER
+        space = buffer.numel() - MESSAGE_TRAILER
         total, text = buffer[space:].cpu().view(torch.int64).tolist()
         if total:
             buffer = self._receive_changed(pending, buffer[:space], total, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.kept import kept_modules
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.leaves import find_leaves
-from zeroengine.zero.policy import policy_for
+from zeroengine.zero.policy import Policy, policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.residency import slot_of
 
@@ -129,6 +129,36 @@ def cast_buffers(module: nn.Module, rule: ShardingRule) -> None:
                 child._buffers[name] = buffer.to(dtype)
 
 
+@dataclass(frozen=True)
+class Laid:
+    """Parameters that will lie in one bucket of `layout`; None for frozen ones that every rank holds whole, each in memory of its
+    own. `source`: the type that they have, `dtype` the one that they get; `leaf`: their gather unit."""
+
+    named: list[tuple[str, nn.Parameter]]
+    layout: BucketLayout | None
+    source: torch.dtype
+    dtype: torch.dtype
+    policy: Policy
+    trainable: bool
+    leaf: str | None
+    group: Groups
+
+
+def lay_out(module: nn.Module, rule: ShardingRule, groups: Groups) -> Iterator[Laid]:
+    """Which parameters of `module` lie in which bucket, in order. Reads names, shapes and types only, and changes nothing."""
+    for key, named in _classes(module, rule):
+        source, dtype, trainable, persistent, leaf, _, _ = key
+        group = groups.of(named[0][1])
+        policy = policy_for(rule.stage, persistent=persistent)
+        if not trainable and not policy.shard_params:
+            yield Laid(named, None, source, dtype, policy, trainable, leaf, group)
+            continue
+        for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
+            chosen = [named[i] for i in members]
+            layout = BucketLayout.build([(n, p.shape) for n, p in chosen], group.params.size)
+            yield Laid(chosen, layout, source, dtype, policy, trainable, leaf, group)
+
+
 @dataclass
 class Built:
     """A model laid into buckets. `masters` has, for each trainable bucket whose values are not what is updated (16-bit ones;
@@ -161,34 +191,29 @@ def build_buckets(
     buckets: list[Bucket] = []
     masters: dict[int, Tensor] = {}
     units: dict[str, list[int]] = {}
-    for key, named in _classes(module, rule):
-        source, dtype, trainable, persistent, leaf, _, _ = key
-        group = groups.of(named[0][1])
-        policy = policy_for(rule.stage, persistent=persistent)
-        if not trainable and not policy.shard_params:
-            for name, p in named:  # frozen and whole: no buffer of ours
+    for laid in lay_out(module, rule, groups):
+        group, policy, dtype = laid.group, laid.policy, laid.dtype
+        if laid.layout is None:
+            for name, p in laid.named:
                 claim([p])
                 values = p.data.contiguous().view(-1)
                 _from_rank0(values, group, name)
                 p.data = values.view(p.shape).to(dtype)
                 note_frozen(p, name, group.params)
             continue
-        for members in cut_into_buckets([(n, p.numel()) for n, p in named], rule.bucket_size):
-            chosen = [named[i] for i in members]
-            claim([p for _, p in chosen])
-            layout = BucketLayout.build([(n, p.shape) for n, p in chosen], group.params.size)
-            params, pool = [p for _, p in chosen], pools[group.grads.name]
-            bucket = Bucket(len(buckets), layout, params, dtype, policy, group.params, pool, placement, group.equal)
-            flat = _flatten(bucket, source, keep=not policy.shard_params and source is dtype)
-            _from_rank0(flat, group, bucket.subject)
-            if trainable and trains:
-                master = _master(bucket, flat)
-                if master is not None:
-                    masters[bucket.index] = master
-            bucket.adopt(flat)
-            buckets.append(bucket)
-            if leaf is not None and policy.shard_params:
-                units.setdefault(leaf, []).append(bucket.index)
+        params, pool = [p for _, p in laid.named], pools[group.grads.name]
+        claim(params)
+        bucket = Bucket(len(buckets), laid.layout, params, dtype, policy, group.params, pool, placement, group.equal)
+        flat = _flatten(bucket, laid.source, keep=not policy.shard_params and laid.source is dtype)
+        _from_rank0(flat, group, bucket.subject)
+        if laid.trainable and trains:
+            master = _master(bucket, flat)
+            if master is not None:
+                masters[bucket.index] = master
+        bucket.adopt(flat)
+        buckets.append(bucket)
+        if laid.leaf is not None and policy.shard_params:
+            units.setdefault(laid.leaf, []).append(bucket.index)
     for name, buffer in module.named_buffers():
         if buffer.numel():
             values = buffer.contiguous().view(-1)

@@ -21,7 +21,7 @@ from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.moved import MovedGradient, mark_for
 
-_IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
+IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
 _PATIENCE = 1.0  # seconds; longer means that a peer cannot launch yet, and waiting for it could be a deadlock
 _POLL = 0.0002
 
@@ -110,7 +110,7 @@ class Reducer:
         self._launched.append(g)
         while self._launched and self._launched[0].done():
             self._launched.pop(0).wait()
-        if self._patient and g.bucket.policy.shard_grads and not g.replicated and len(self._launched) > _IN_FLIGHT:
+        if self._patient and g.bucket.policy.shard_grads and not g.replicated and len(self._launched) > IN_FLIGHT:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:

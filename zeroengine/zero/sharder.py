@@ -284,7 +284,7 @@ class Sharder:
         storage = bucket.full.untyped_storage()
         if len(self._by_storage) > 2 * len(self.buckets) + 16:
             self._by_storage = {k: v for k, v in self._by_storage.items() if not v[1].expired()}
-        self._by_storage[storage.data_ptr()] = (bucket, StorageWeakRef(storage))
+        self._by_storage[_storage_of(bucket.full)] = (bucket, StorageWeakRef(storage))
 
     def _restore(self, saved: SavedSlice) -> Tensor:
         bucket = saved.bucket
@@ -429,9 +429,11 @@ class Sharder:
 
 
 def _storage_of(t: Tensor) -> int:
-    """Address of the memory of `t`; 0 for tensors without any of their own (wrappers, fake tensors)."""
+    """Address of the memory of `t`, on the meta device of what stands for it; 0 for tensors without any of their own (wrappers,
+    fake tensors)."""
     try:
-        return t.untyped_storage().data_ptr()
+        storage = t.untyped_storage()
+        return int(storage._cdata) if t.is_meta else storage.data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
 

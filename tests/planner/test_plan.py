@@ -1,0 +1,154 @@
+"""What plans say without any process: legality, the search, formulas, the command, the dry run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planner import common
+from zeroengine.config import Config
+from zeroengine.errors import ConfigError
+from zeroengine.launcher.cli import main
+from zeroengine.planner.formulas import BlockShape, block_activations
+from zeroengine.planner.hardware import PRESETS, find_hardware, parse_memory
+from zeroengine.planner.layouts import Choices, Job, Layout
+from zeroengine.planner.model import find_model
+from zeroengine.planner.passes import count_pass
+from zeroengine.planner.plan import Plan, Planner, Refused
+from zeroengine.planner.rehearsal import loss_of, rehearse
+from zeroengine.planner.search import search
+from zeroengine.planner.show import placement
+from zeroengine.planner.stage import Shape, Workshop
+from zeroengine.planner.time import is_inside
+
+
+def gpt2(layers: int = 3) -> dict[str, object]:
+    return {"n_layer": layers, "n_embd": 128, "n_head": 4, "vocab_size": 64, "n_positions": 256, "attn_pdrop": 0.0}
+
+
+def test_sums_over_blocks_and_samples_are_those_of_the_whole_model() -> None:
+    """A model is rehearsed by one and two blocks and samples, and here by all of them."""
+    made = find_model("gpt2", gpt2(5))
+    (rank,) = Workshop(made).ranks(Config.load({"train_micro_batch_size_per_gpu": 1}), 1, Shape())
+    summed = rehearse([rank], made, 3, 64)[0][0].counted
+    with made.fake:
+        given = made.inputs(3, 64)
+        whole = count_pass(lambda: [loss_of(rank.module(**given, use_cache=False))], rank.module.parameters(), given.values(), rank.fabric)
+    for name in ("flops", "forward_flops", "saved"):
+        assert getattr(summed, name) == pytest.approx(getattr(whole, name)), name
+    assert summed.touched == pytest.approx(whole.touched, rel=0.01)
+    assert summed.peak == pytest.approx(whole.peak, rel=0.01)
+    assert summed.operations == pytest.approx(whole.operations, rel=0.02)
+
+
+@pytest.mark.parametrize(("tp", "recompute"), [(1, False), (2, False), (1, True)])
+def test_formula_of_korthikanti_is_near_what_a_block_keeps(tp: int, recompute: bool) -> None:
+    settings = Config.load({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "mesh": {"tp": tp}})
+    kept = []
+    for layers in (2, 3):
+        made = find_model("gpt2", gpt2(layers))
+        ranks = Workshop(made).ranks(settings, tp, Shape(recompute=recompute))
+        kept.append(rehearse(ranks, made, 2, 256)[0][0].counted.saved)
+    shape = BlockShape(256, 2, 128, 4)
+    # torch keeps the inner tensors of gelu_new and both inputs of residual sums, which the paper's block does not
+    assert block_activations(shape, tp=tp, recompute=recompute) <= (kept[1] - kept[0]) * 1.05
+    assert kept[1] - kept[0] <= 2.6 * block_activations(shape, tp=tp, recompute=recompute)
+
+
+def test_formula_variants() -> None:
+    shape = BlockShape(sequence=2048, micro=1, hidden=12288, heads=96)
+    sbh = 2048 * 12288
+    assert block_activations(shape, flash=False) == 34 * sbh + 5 * 96 * 2048**2
+    assert block_activations(shape, tp=8, flash=False) == pytest.approx(sbh * (10 + 24 / 8) + 5 * 96 * 2048**2 / 8)
+    assert block_activations(shape, tp=8, sequence_parallel=True) == pytest.approx(sbh * 34 / 8 + 4 * 96 * 2048 / 8)
+    assert block_activations(shape, recompute=True) == 2 * sbh
+    assert block_activations(shape, cp=4) == pytest.approx(block_activations(shape) / 4)
+
+
+def test_the_engine_says_what_is_illegal() -> None:
+    planner = Planner(common.source("llama"), common.job(6, 6))
+    refused = planner.plan(Layout(tp=3, dp_shard=2))
+    assert isinstance(refused, Refused)
+    assert "mesh.tp 3" in refused.why_not
+    experts = Planner(common.source("llama"), common.job(2, 2)).plan(Layout(dp_shard=2, ep=2))
+    assert isinstance(experts, Refused)
+    assert "no layers with experts" in experts.why_not
+
+
+def test_search_ranks_what_fits_and_says_what_is_missing() -> None:
+    hardware = replace(PRESETS["a100-80g"], reserved=0.0)
+    job = Job(4, 1.2e6, common.SEQUENCE, 8, hardware, "bf16")
+    choices = Choices(pp=(1,), tp=(1, 2), stages=(0, 3), micro=(1, 2), recompute=(False,), offload=("none", "cpu"))
+    found = search(Planner(common.source("llama"), job), choices)
+    times = [p.time.total for p in found.fitting]
+    assert times == sorted(times)
+    assert found.fitting
+    assert found.too_large
+    for plan in found.too_large:
+        assert plan.fullest.memory.total > job.memory
+        assert plan.why_not is not None
+        assert "more than the" in plan.why_not
+
+
+def test_pipelines_have_the_bubble_of_their_schedule() -> None:
+    planner = Planner(common.source("llama"), common.job(2, 8))
+    few, many = (planner.plan(Layout(pp=2, micro=m)) for m in (4, 1))
+    assert isinstance(few, Plan)
+    assert isinstance(many, Plan)
+    assert 0 < many.time.bubble < few.time.bubble
+
+
+def test_placement_names_what_sends_more_between_nodes() -> None:
+    planner = Planner(common.source("llama"), common.job(2, 2))
+    made = planner.plan(Layout(tp=2))
+    assert isinstance(made, Plan)
+    near = replace(common.cpu(), per_node=2)
+    far = replace(near, per_node=1)
+    assert is_inside(made.degrees, "tp", near)
+    assert not is_inside(made.degrees, "tp", far)
+    assert any("rule holds" in line for line in placement(made.traffic(), made.degrees, near))
+
+
+def test_command_writes_a_configuration_that_the_engine_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "model", tmp_path / "config.json"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **gpt2()}))
+    options = ["--gpus", "4", "--batch", "8", "--sequence", "64", "--tp", "1,2", "--pp", "1,2", "--micro-batch", "1", "--stage", "1,3"]
+    assert main(["plan", "--model", str(folder), *options, "--write", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "placement" in told
+    assert "fit" in told
+    settings = Config.load(out)
+    assert settings.data_parallel_size(4) >= 1
+    assert main(["plan", "--model", str(folder), *options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["plans"][0]["config"] == json.loads(out.read_text())
+
+
+def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "4"]) == 2
+    assert "--model is missing" in capsys.readouterr().err
+    assert main(["plan", "--model", "no-such-model"]) == 2
+    assert "no-such-model" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no size"):
+        parse_memory("many")
+    with pytest.raises(ConfigError, match="neither a file"):
+        find_hardware("z9000")
+
+
+def test_hardware_is_kept_as_json(tmp_path: Path) -> None:
+    PRESETS["h100-80g"].save(tmp_path / "hardware.json")
+    assert find_hardware(str(tmp_path / "hardware.json")) == PRESETS["h100-80g"]
+
+
+def test_dry_run_builds_every_pipeline_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpus", "1024", "--batch", "1024", "--sequence", "64", "--tp", "2", "--pp", "3", "--micro-batch", "1", "--stage", "1"]
+    sizes = [f"--set={key}={value}" for key, value in gpt2().items()]
+    assert main(["plan", "--model", "gpt2", *sizes, *options, "--dry-run"]) == 2
+    assert "leave no layout" in capsys.readouterr().err
+    options[options.index("3")] = "1"
+    assert main(["plan", "--model", "gpt2", *sizes, *options, "--recompute", "no", "--offload", "none", "--dry-run"]) == 0
+    assert "buckets" in capsys.readouterr().out

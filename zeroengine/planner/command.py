@@ -1,0 +1,227 @@
+"""`zerorun plan`: which layouts of a job fit, how long a step takes, and a configuration of the best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from zeroengine.errors import ConfigError
+from zeroengine.planner.hardware import PRESETS, Hardware, find_hardware, parse_memory
+from zeroengine.planner.layouts import Choices, Job, Layout
+from zeroengine.planner.model import ModelSource, find_model
+from zeroengine.planner.plan import Plan, Planner
+from zeroengine.planner.search import Found, search
+from zeroengine.planner.show import in_full, plain, sent_by_dim, summary, table
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} ({self.prog} --help)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="zerorun plan", description="Works out memory, traffic and time of every legal layout of a job.", allow_abbrev=False
+    )
+    job = parser.add_argument_group("the job")
+    add = job.add_argument
+    add("--model", help="folder with config.json, its path, a model type of transformers, or python:package.module:factory")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="attribute of the model's configuration; repeatable")
+    add("--gpus", type=int, default=8, help="ranks (default %(default)s)")
+    add("--gpu-memory", default=None, metavar="SIZE", help="of one, as 80GB (default: what the hardware has)")
+    add("--host-memory", default=None, metavar="SIZE", help="of a host, for offloading (default: not looked at)")
+    add("--sequence", type=int, default=None, help="tokens of a sequence (default: the model's longest, at most 4096)")
+    add("--batch", type=int, default=None, help="sequences of a step over all ranks (default: 4 for each rank)")
+    add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="type of weights (default %(default)s)")
+    add("--optimizer", default="AdamW", help="its name in the configuration (default %(default)s)")
+    add("--config", default=None, metavar="FILE", help="configuration whose other keys the plan keeps")
+    add("--hardware", default="a100-80g", help=f"{', '.join(PRESETS)}, or a file of --measure (default %(default)s)")
+    add("--gpus-per-node", type=int, default=None, help="default: what the hardware says")
+    tried = parser.add_argument_group("what is tried (numbers separated by commas)")
+    add = tried.add_argument
+    for name in ("pp", "tp"):
+        add(f"--{name}", type=_numbers, default=None, help="default: all divisors" + (" inside a node" if name == "tp" else ""))
+    add("--cp", type=_numbers, default=(1,), help="default: 1")
+    add("--ep", type=_numbers, default=(1,), help="default: 1")
+    add("--dp-replicate", type=_numbers, default=(1,), help="default: 1")
+    add("--stage", type=_numbers, default=(0, 1, 2, 3), help="ZeRO stages (default: all)")
+    add("--micro-batch", type=_numbers, default=(1, 2, 4, 8), help="default: 1,2,4,8")
+    add("--recompute", type=_words, default=("no", "yes"), help="default: no,yes")
+    add("--offload", type=_words, default=("none", "cpu"), help="none, cpu, nvme (default: none,cpu)")
+    add("--schedule", type=_words, default=("1f1b",), help="pipeline schedules (default: 1f1b)")
+    add("--attention", type=_words, default=("ulysses",), help="with cp: ulysses, ring (default: ulysses)")
+    add("--split-sequences", type=_words, default=("no",), help="with tp: Megatron's sequence parallelism: no, yes (default: no)")
+    told = parser.add_argument_group("what is told")
+    add = told.add_argument
+    add("--top", type=int, default=10, help="rows of the table (default %(default)s)")
+    add("--write", default=None, metavar="FILE", help="writes the configuration of the best layout")
+    add("--choose", type=int, default=1, help="another row of the table than the first")
+    add("--json", action="store_true", help="for programs")
+    add("--measure", default=None, metavar="FILE", help="measures this machine for --gpus ranks, writes FILE, and ends")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="builds mesh, layers and buckets of the one layout that the options leave, on the meta device",
+    )
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code: 0, or 1 where no layout fits. Raises `ConfigError`."""
+    given = build_parser().parse_args(list(argv))
+    write = sys.stdout.write
+    if given.measure is not None:
+        from zeroengine.planner.measure import measure  # starts processes; nothing else needs it
+
+        measured = measure(given.gpus)
+        measured.save(given.measure)
+        write(f"{measured.name}: {measured.source}\nwrote {given.measure}\n")
+        return 0
+    if given.model is None:
+        raise ConfigError("--model is missing: a folder with config.json, a model type, or python:module:factory")
+    source = find_model(given.model, _overrides(given.set))
+    job = _job(given, source)
+    if given.dry_run:
+        from zeroengine.planner.dryrun import dry_run  # makes a process group
+
+        return dry_run(source, job, _only(given, job), write)
+    planner = Planner(source, job)
+    found = search(planner, _choices(given), _progress() if sys.stderr.isatty() else lambda done, total: None)
+    if given.json:
+        write(json.dumps(_facts(found, job, given.top), indent=1) + "\n")
+    else:
+        _tell(found, job, given, write)
+    if found.fitting and given.write:
+        chosen = _chosen(found, given.choose)
+        Path(given.write).write_text(json.dumps(chosen.layout.config(job), indent=2) + "\n")
+        write(f"wrote {given.write}: {chosen.layout.show()}\n" + "".join(f"  {line}\n" for line in needs(chosen.layout, source)))
+    return 0 if found.fitting else 1
+
+
+def needs(layout: Layout, source: ModelSource) -> list[str]:
+    """What the script has to do beside giving the configuration."""
+    told = []
+    if layout.recompute and not source.takes_stages:
+        told.append("the script calls model.gradient_checkpointing_enable() before zeroengine.initialize")
+    if layout.pp > 1 and source.takes_stages:
+        told.append(f"the script builds the model with num_stages={layout.pp}")
+    return told
+
+
+def _job(given: argparse.Namespace, source: ModelSource) -> Job:
+    hardware = find_hardware(given.hardware)
+    if given.gpus_per_node is not None:
+        hardware = replace(hardware, per_node=given.gpus_per_node)
+    memory = parse_memory(given.gpu_memory) if given.gpu_memory else hardware.memory
+    longest = source.sequence()
+    sequence = given.sequence or min(longest or 1024, 4096)
+    if longest is not None and sequence > longest:
+        raise ConfigError(f"--sequence {sequence}: the model has positions for {longest}")
+    base: dict[str, Any] = {}
+    if given.config is not None:
+        from zeroengine.config import Config
+
+        base = Config.load(given.config).to_dict()
+    host = parse_memory(given.host_memory) / hardware.per_node if given.host_memory else float("inf")
+    return Job(given.gpus, memory, sequence, given.batch or 4 * given.gpus, hardware, given.dtype, given.optimizer, host, base)
+
+
+def _choices(given: argparse.Namespace) -> Choices:
+    again, splits = (tuple(word == "yes" for word in words) for words in (given.recompute, given.split_sequences))
+    return Choices(
+        given.pp, given.dp_replicate, given.cp, given.tp, given.ep, given.stage, given.micro_batch, again, given.offload, given.schedule,
+        splits, given.attention,
+    )  # fmt: skip
+
+
+def _only(given: argparse.Namespace, job: Job) -> Layout:
+    found = list(_choices(given).layouts(job))
+    if not found:
+        raise ConfigError("--dry-run: the options leave no layout; the degrees must multiply to --gpus, and micro-batches to --batch")
+    return found[0]
+
+
+def _overrides(pairs: Iterable[str]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"--set {pair}: write KEY=VALUE")
+        try:
+            made[key] = json.loads(text)
+        except json.JSONDecodeError:
+            made[key] = text
+    return made
+
+
+def _tell(found: Found, job: Job, given: argparse.Namespace, write: Callable[[str], object]) -> None:
+    hardware: Hardware = job.hardware
+    batch = f"{job.batch} sequences of {job.sequence} tokens a step, {job.dtype}"
+    write(f"{given.model}: {job.ranks} ranks of {job.memory / 1e9:.0f} GB, {batch}\n")
+    write(f"{hardware.name}: {hardware.source}\n\n")
+    if found.fitting:
+        write(_drawn(*table(found.fitting, given.top)) + "\n\n")
+        write("\n".join(in_full(_chosen(found, given.choose), hardware)) + "\n\n")
+    write("\n".join(summary(found)) + "\n")
+
+
+def _drawn(titles: list[str], rows: list[list[str]]) -> str:
+    """By rich where it is installed, else in plain text."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return "\n".join(plain(titles, rows))
+    made = Table(box=None, header_style="bold")
+    for i, title in enumerate(titles):
+        made.add_column(title, justify="left" if i == 1 else "right", no_wrap=i != 1)
+    for row in rows:
+        made.add_row(*row)
+    console = Console(width=200 if not sys.stdout.isatty() else None, file=sys.stdout)
+    with console.capture() as captured:
+        console.print(made)
+    return captured.get().rstrip("\n")
+
+
+def _chosen(found: Found, number: int) -> Plan:
+    if not 1 <= number <= len(found.fitting):
+        raise ConfigError(f"--choose {number}: {len(found.fitting)} layouts fit")
+    return found.fitting[number - 1]
+
+
+def _facts(found: Found, job: Job, top: int) -> dict[str, Any]:
+    return {
+        "hardware": job.hardware.name,
+        "tried": found.tried,
+        "plans": [
+            {
+                "layout": plan.layout.show(), "config": plan.layout.config(job), "accumulation": plan.accumulation,
+                "memory": plan.fullest.memory.kinds(), "total": plan.fullest.memory.total, "seconds": plan.time.total,
+                "bubble": plan.time.bubble, "sent": {str(r.rank): r.sent for r in plan.ranks}, "by_dim": sent_by_dim(plan),
+            }
+            for plan in found.fitting[:top]
+        ],
+        "too_large": [{"layout": p.layout.show(), "why": p.why_not} for p in found.too_large[:top]],
+        "refused": [{"why": why, "layouts": count} for why, count in found.reasons()],
+    }  # fmt: skip
+
+
+def _progress() -> Callable[[int, int], None]:
+    def told(done: int, total: int) -> None:
+        sys.stderr.write(f"\r{done} of {total} layouts" + ("\n" if done == total else ""))
+        sys.stderr.flush()
+
+    return told
