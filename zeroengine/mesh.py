@@ -188,7 +188,7 @@ class Mesh:
     def close(self) -> None:
         """Collective."""
         self.fabric.close()
-        for group in self.device_mesh.get_all_groups():
+        for group in self.device_mesh.get_all_groups() if self.device_mesh is not None else ():
             if group is not dist.group.WORLD:  # which a mesh of one dimension has
                 dist.destroy_process_group(group)
 

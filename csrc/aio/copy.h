@@ -1,5 +1,5 @@
-// A copy past the caches, for memory that is not read again soon: an ordinary one first reads what it is going to overwrite,
-// which is a third of the traffic, and pushes out what the computation needs next.
+// A copy past the caches, for memory that is not read again soon: an ordinary one first reads what it is going to
+// overwrite, which is a third of the traffic, and pushes out what the computation needs next.
 #pragma once
 
 #include <cstddef>

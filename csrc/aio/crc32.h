@@ -1,6 +1,6 @@
 // CRC-32 as in zip and Ethernet, by carry-less multiplication (V. Gopal et al., "Fast CRC Computation for Generic
-// Polynomials Using PCLMULQDQ Instruction", Intel 2009): 64 bytes at a time are moved on over the next 64 without changing
-// the remainder, and what is left at the end is summed byte by byte.
+// Polynomials Using PCLMULQDQ Instruction", Intel 2009): 64 bytes at a time are moved on over the next 64 without
+// changing the remainder, and what is left at the end is summed byte by byte.
 #pragma once
 
 #include <cstddef>

@@ -169,11 +169,7 @@ def _mesh(settings: Config, device: torch.device, stages: int = 1, ep: int = 1) 
     health = settings.health
     fabric = Fabric(device, timeout=health.comm_timeout, stall_timeout=health.stall_timeout)
     try:
-        try:
         return build_mesh(fabric, **mesh_degrees(settings, fabric.world_size, stages).sizes(), ep=ep)
-    except ConfigError:
-        fabric.close()
-        raise
     except ConfigError:
         fabric.close()
         raise
