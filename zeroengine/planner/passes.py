@@ -92,7 +92,8 @@ class Ledger(TorchDispatchMode):
 
     def _see(self, t: Tensor) -> None:
         address = _address(t)
-        if address not in self._known and address not in self._alive:
+        seen = self._alive.get(address)  # of memory that is gone since, perhaps: addresses come again
+        if address not in self._known and (seen is None or seen[0].expired()):
             storage = t.untyped_storage()
             self._alive[address] = StorageWeakRef(storage), storage.nbytes()
 
