@@ -18,7 +18,7 @@ from zeroengine.planner.layouts import Choices, Job, Layout
 from zeroengine.planner.model import find_model
 from zeroengine.planner.passes import count_pass
 from zeroengine.planner.plan import Plan, Planner, Refused
-from zeroengine.planner.rehearsal import loss_of, rehearse
+from zeroengine.planner.rehearsal import loss_of, one_document, rehearse
 from zeroengine.planner.search import search
 from zeroengine.planner.show import placement
 from zeroengine.planner.stage import Shape, Workshop
@@ -36,7 +36,9 @@ def test_sums_over_blocks_and_samples_are_those_of_the_whole_model() -> None:
     summed = rehearse([rank], made, 3, 64)[0][0].counted
     with made.fake:
         given = made.inputs(3, 64)
-        whole = count_pass(lambda: [loss_of(rank.module(**given, use_cache=False))], rank.module.parameters(), given.values(), rank.fabric)
+        with one_document():
+            inputs = given.values()
+            whole = count_pass(lambda: [loss_of(rank.module(**given, use_cache=False))], rank.module.parameters(), inputs, rank.fabric)
     for name in ("flops", "forward_flops", "saved"):
         assert getattr(summed, name) == pytest.approx(getattr(whole, name)), name
     assert summed.touched == pytest.approx(whole.touched, rel=0.01)
@@ -80,7 +82,7 @@ def test_the_engine_says_what_is_illegal() -> None:
 
 def test_search_ranks_what_fits_and_says_what_is_missing() -> None:
     hardware = replace(PRESETS["a100-80g"], reserved=0.0)
-    job = Job(4, 1.2e6, common.SEQUENCE, 8, hardware, "bf16")
+    job = Job(4, 300e3, common.SEQUENCE, 8, hardware, "bf16")
     choices = Choices(pp=(1,), tp=(1, 2), stages=(0, 3), micro=(1, 2), recompute=(False,), offload=("none", "cpu"))
     found = search(Planner(common.source("llama"), job), choices)
     times = [p.time.total for p in found.fitting]

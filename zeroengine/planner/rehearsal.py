@@ -7,6 +7,7 @@ takes. In the same way one and two samples give what a sample takes. So a model 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +45,30 @@ class StagePass:
 def rehearse(ranks: list[PaperRank], source: ModelSource, micro: int, sequence: int) -> tuple[list[StagePass], float]:
     """Of all stages that `ranks` hold, in order, for micro-batches of `micro` sequences; and the bytes of the labels that go from
     the first stage to the last. Raises `ModelError` for a model that cannot be run without values."""
-    one, labels = _chain(ranks, source, 1, sequence)
-    if micro == 1:
-        return one, labels
-    two, more = _chain(ranks, source, 2, sequence)
+    with one_document():
+        one, labels = _chain(ranks, source, 1, sequence)
+        if micro == 1:
+            return one, labels
+        two, more = _chain(ranks, source, 2, sequence)
     times = float(micro - 1)
     return [a.plus(b.plus(a, -1.0), times) for a, b in zip(one, two, strict=True)], labels + times * (more - labels)
+
+
+@contextlib.contextmanager
+def one_document() -> Iterator[None]:
+    """transformers looks at the values of position ids for several documents in a row. On tensors without values it takes them to
+    be there, and makes a mask of every pair of tokens for each block, which a run on ordinary batches does not have."""
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        yield
+        return
+    found = getattr(masks, name)
+    setattr(masks, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, found)
 
 
 def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: int) -> tuple[list[StagePass], float]:
