@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -152,6 +152,34 @@ def rotated(items: Sequence[Any], by: int) -> list[Any]:
         return []
     by %= len(items)
     return [*items[by:], *items[:by]]
+
+
+def steps_in_turns(
+    names: Sequence[str], start: Callable[[str], WorkerGroup], rounds: int, steps: int,
+    figures: Callable[[WorkerGroup, list[list[dict[str, Any]]]], dict[str, Any]],
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:  # fmt: skip
+    """Figures by system, and why others have none. `start` makes the group of a system; each takes `steps` steps in every round,
+    and two before the first, which do not count. `figures` is given a group and its answers by round and rank."""
+    groups: dict[str, WorkerGroup] = {}
+    missing: dict[str, str] = {}
+    try:
+        for name in names:
+            try:
+                groups[name] = start(name)
+                groups[name].ask({"steps": 2})
+            except (Unavailable, WorkerFailed) as error:
+                missing[name] = str(error)
+                if name in groups:
+                    groups.pop(name).close()
+        answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in groups}
+        for turn in range(rounds):
+            for name in rotated(list(groups), turn):
+                answers[name].append(groups[name].ask({"steps": steps}))
+            say(f"round {turn + 1} of {rounds}")
+        return {name: figures(groups[name], each) for name, each in answers.items()}, missing
+    finally:
+        for group in groups.values():
+            group.close()
 
 
 def paired_ratio(values: Sequence[float], reference: Sequence[float]) -> dict[str, float]:

@@ -15,8 +15,7 @@ from shutil import which
 from typing import Any
 
 from benchmarks.arguments import positive
-from benchmarks.errors import Unavailable, WorkerFailed
-from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, rotated, say, table, write, write_json
+from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, steps_in_turns, table, write, write_json
 
 SYSTEMS = ("deepspeed", "zeroengine", "zeroengine-list")
 _MIB = 1 << 20
@@ -55,26 +54,7 @@ def _start(name: str, args: argparse.Namespace) -> WorkerGroup:
 
 def _measure(args: argparse.Namespace, wanted: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Figures by system, and why others have none."""
-    groups: dict[str, WorkerGroup] = {}
-    missing: dict[str, str] = {}
-    try:
-        for name in wanted:
-            try:
-                groups[name] = _start(name, args)
-                groups[name].ask({"steps": 2})
-            except (Unavailable, WorkerFailed) as error:
-                missing[name] = str(error)
-                if name in groups:
-                    groups.pop(name).close()
-        answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in groups}
-        for turn in range(args.rounds):
-            for name in rotated(list(groups), turn):
-                answers[name].append(groups[name].ask({"steps": args.steps}))
-            say(f"round {turn + 1} of {args.rounds}")
-        return {name: _figures(groups[name], rounds) for name, rounds in answers.items()}, missing
-    finally:
-        for group in groups.values():
-            group.close()
+    return steps_in_turns(wanted, lambda name: _start(name, args), args.rounds, args.steps, _figures)
 
 
 def _figures(group: WorkerGroup, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:

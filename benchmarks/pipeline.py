@@ -16,8 +16,7 @@ from shutil import which
 from typing import Any
 
 from benchmarks.arguments import positive
-from benchmarks.errors import Unavailable, WorkerFailed
-from benchmarks.harness import WorkerGroup, idle_warning, machine, paired_ratio, rotated, say, table, write, write_json
+from benchmarks.harness import WorkerGroup, idle_warning, machine, paired_ratio, say, steps_in_turns, table, write, write_json
 from benchmarks.settings import Settings
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
@@ -105,30 +104,17 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def measure_steps(args: argparse.Namespace, wanted: Sequence[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Figures by system, and why others have none."""
-    settings, groups, missing = _settings(args).to_json(), {}, {}
-    try:
-        for name in wanted:
-            say(f"starting {name}")
-            try:
-                groups[name] = WorkerGroup(
-                    name, "benchmarks.pipeline_worker:PipelineJob", {"name": name, "settings": settings},
-                    python=args.deepspeed_python if name.startswith("deepspeed") else sys.executable,
-                    world=args.nproc, threads=args.threads, timeout=args.timeout,
-                )  # fmt: skip
-                groups[name].ask({"steps": 2})
-            except (Unavailable, WorkerFailed) as error:
-                missing[name] = str(error)
-                if name in groups:
-                    groups.pop(name).close()
-        answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in groups}
-        for turn in range(args.rounds):
-            for name in rotated(list(groups), turn):
-                answers[name].append(groups[name].ask({"steps": args.steps}))
-            say(f"round {turn + 1} of {args.rounds}")
-        return {name: _figures(rounds) for name, rounds in answers.items()}, missing
-    finally:
-        for group in groups.values():
-            group.close()
+    settings = _settings(args).to_json()
+
+    def start(name: str) -> WorkerGroup:
+        say(f"starting {name}")
+        return WorkerGroup(
+            name, "benchmarks.pipeline_worker:PipelineJob", {"name": name, "settings": settings},
+            python=args.deepspeed_python if name.startswith("deepspeed") else sys.executable,
+            world=args.nproc, threads=args.threads, timeout=args.timeout,
+        )  # fmt: skip
+
+    return steps_in_turns(wanted, start, args.rounds, args.steps, lambda group, rounds: _figures(rounds))
 
 
 def _figures(rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:

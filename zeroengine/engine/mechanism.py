@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.alike import are_alike
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.errors import DivergenceError
@@ -17,7 +18,7 @@ from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
-from zeroengine.optim.options import digest, first_difference, leaf_lines
+from zeroengine.optim.options import first_difference, leaf_lines
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
@@ -148,10 +149,7 @@ def gradient_rule(config: Config, dtype: torch.dtype, ranks: int) -> GradientRul
 def check_same_config(config: Config, control: Communicator) -> None:
     """Raises `DivergenceError` on every rank where their configurations differ, paths aside. Collective."""
     lines = leaf_lines(config.to_dict())
-    value = digest(lines)
-    facts = torch.tensor([value, -value], dtype=torch.int64)
-    control.all_reduce(facts, "configuration", op="max").wait()
-    if int(facts[0]) != -int(facts[1]):
+    if not are_alike(lines, control, "configuration"):
         raise DivergenceError(f"{first_difference(lines, control)}; give zeroengine.initialize the same configuration everywhere")
 
 

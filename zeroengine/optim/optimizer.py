@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.alike import digest_of_lines
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError, OffloadError
 from zeroengine.logging import log_rank0
@@ -21,8 +22,7 @@ from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import blame, clip_factor, global_norm
 from zeroengine.optim.offloaded import AwayUpdate
-from zeroengine.optim.options import digest as digest_of
-from zeroengine.optim.options import first_difference, option_lines
+from zeroengine.optim.options import MARK_BITS, first_difference, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
@@ -173,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.end_backward()
         self._before_update()
         lines = option_lines(self.param_groups)
-        options = digest_of(lines)
+        options = digest_of_lines(lines, MARK_BITS)
         used, marks = self.reducer.finish([*self._edit_marks(), options, -options])
         if marks[-2] != -marks[-1]:
             raise DivergenceError(f"{first_difference(lines, self._control)}; {_OPTIONS_REMEDY}")

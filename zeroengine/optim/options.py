@@ -6,16 +6,15 @@ replicas drift apart, or parts of one tensor train at different rates.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from zeroengine.comm.alike import find_difference
 from zeroengine.comm.protocol import Communicator
 
-_POSITIVE = 0x7FFFFFFF  # fits int32 with either sign
+MARK_BITS = 31  # of a digest that travels among a step's marks, which are int32 of either sign
 
 
 def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -41,23 +40,13 @@ def leaf_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     return lines
 
 
-def digest(lines: list[str]) -> int:
-    """A non-negative number of 31 bits that tells lists of lines apart."""
-    return zlib.crc32("\n".join(lines).encode()) & _POSITIVE
-
-
 def first_difference(lines: list[str], control: Communicator) -> str:
     """Which line is not the same on all ranks. Collective; for lists that are known to differ."""
-    me = control.ranks[control.rank]
-    counts = control.exchange(torch.tensor([len(lines)]), "number of options").flatten().tolist()
-    if len(set(counts)) > 1:
-        told = ", ".join(f"rank {r}: {int(n)}" for r, n in zip(control.ranks, counts, strict=True))
-        return f"rank {me}: another number of options on each rank ({told})"
-    table = control.exchange(torch.tensor([digest([line]) for line in lines]), "options")
-    differs = (table != table[0]).any(0).nonzero()
-    at = int(differs[0]) if len(differs) else 0
-    odd = [control.ranks[r] for r in range(control.size) if table[r, at] != table[0, at]]
-    return f"rank {me}: not the same on all ranks: here {lines[at]}, and ranks {odd} differ from rank {control.ranks[0]}"
+    found, me = find_difference(lines, control, "options"), control.ranks[control.rank]
+    if found.counts is not None:
+        return f"rank {me}: another number of options on each rank ({found.counts})"
+    odd = list(found.odd)
+    return f"rank {me}: not the same on all ranks: here {lines[found.at]}, and ranks {odd} differ from rank {control.ranks[0]}"
 
 
 def _number(value: Any) -> str | None:

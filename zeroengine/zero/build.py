@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.alike import are_alike, find_difference
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.offload.home import at_hand
@@ -89,27 +89,17 @@ def check_same(module: nn.Module, groups: Groups) -> None:
     """Refuses a model that is not the same on all ranks. Collective."""
     named = [(common_name(n, p), p) for n, p in module.named_parameters()]
     lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
-    digests = [int.from_bytes(hashlib.sha256(line.encode()).digest()[:7], "big") for line in lines]
-    whole = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    facts = torch.tensor([whole, -whole], dtype=torch.int64)
-    groups.control.all_reduce(facts, "model structure", op="max").wait()
-    if int(facts[0]) != -int(facts[1]):
-        raise DivergenceError(_first_difference(lines, digests, groups.control))
+    if not are_alike(lines, groups.control, "model structure"):
+        raise DivergenceError(_first_difference(lines, groups.control))
 
 
-def _first_difference(lines: list[str], digests: list[int], control: Communicator) -> str:
-    counts = control.exchange(torch.tensor([len(digests)]), "number of parameters").flatten().tolist()
-    me = control.ranks[control.rank]
-    if len(set(counts)) > 1:
-        told = ", ".join(f"rank {r}: {int(n)}" for r, n in zip(control.ranks, counts, strict=True))
-        return f"rank {me}: the model has another number of parameters on each rank ({told}); build the same model everywhere"
-    table = control.exchange(torch.tensor(digests, dtype=torch.int64), "parameters")
-    differs = (table != table[0]).any(0).nonzero()
-    i = int(differs[0])
-    odd = [control.ranks[r] for r in range(control.size) if table[r, i] != table[0, i]]
+def _first_difference(lines: list[str], control: Communicator) -> str:
+    found, me = find_difference(lines, control, "parameters"), control.ranks[control.rank]
+    if found.counts is not None:
+        return f"rank {me}: the model has another number of parameters on each rank ({found.counts}); build the same model everywhere"
     return (
-        f"rank {me}: parameter {i} of the model is not the same on all ranks: here it is '{lines[i]}', and ranks {odd} "
-        f"differ from rank {control.ranks[0]}; build the same model everywhere"
+        f"rank {me}: parameter {found.at} of the model is not the same on all ranks: here it is '{lines[found.at]}', and ranks "
+        f"{list(found.odd)} differ from rank {control.ranks[0]}; build the same model everywhere"
     )
 
 
