@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,31 @@ def test_a_rank_stopped_before_the_cause_was_noticed_is_no_cause(tmp_path: Path)
     with open(tmp_path / "events", "w") as pipe:
         for rank, pid in ((1, dead.pid), (0, told.pid)):
             pipe.write(json.dumps({"event": "start", "attempt": 0, "rank": rank, "pid": pid}) + "\n")
-    assert wait_until(lambda: len(events) == 2, 10)
+    assert wait_until(lambda: len(events) == 3 and any(e["event"] == "collected" for e in events), 10)
     told.terminate()
     assert wait_until(lambda: any(e["event"] == "exit" for e in events), 10)
     told.wait()
     attempt = Attempt(0)
-    for event in [*events, {"event": "exit", "rank": 1, "pid": dead.pid, "status": -9, "time": time.monotonic()}]:
+    for event in events:
         attempt.take(event)
-    assert attempt.first is not None and attempt.first.rank == 1
+    attempt.fill_in([{"rank": 0, "pid": told.pid, "status": -15}, {"rank": 1, "pid": dead.pid, "status": -9}], "", time.monotonic(), False)
+    first = attempt.first
+    assert first is not None and first.rank == 1 and first.exit_code == 137
+    assert first.time < next(e["time"] for e in events if e["event"] == "exit")
+
+
+@pytest.mark.parametrize("statuses", list(permutations((-15, -9, -15))))
+def test_the_cause_is_found_where_torch_collected_all_ranks_first(statuses: tuple[int, ...]) -> None:
+    """Nothing was seen but starts; the one that torch did not end itself is the cause, on whatever rank."""
+    attempt = Attempt(0)
+    for rank in range(3):
+        attempt.take({"event": "start", "rank": rank, "pid": 100 + rank})
+    attempt.fill_in([{"rank": r, "pid": 100 + r, "status": s} for r, s in enumerate(statuses)], "host", 1.0, False)
+    assert attempt.first is not None and attempt.first.status == -9
+    assert [end.rank for end in attempt.ends.values() if not end.stopped] == [attempt.first.rank]
+
+
+def test_ranks_that_were_told_to_end_are_no_cause() -> None:
+    attempt = Attempt(0)
+    attempt.fill_in([{"rank": 0, "pid": 100, "status": -9}], "host", 1.0, True)
+    assert attempt.first is None

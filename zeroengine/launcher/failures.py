@@ -95,15 +95,32 @@ class Attempt:
     ends: dict[int, RankEnd] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any], host: str = "", offset: float = 0.0, told: bool = False) -> RankEnd:
-        """One event of an agent: start, error or exit of a rank. `offset` leads from the host's clock to the launcher's;
-        `told`: the host had been told to end its ranks."""
+        """One event of an agent: start, error or exit of a rank, or that torch's agent collected it first and its status
+        is still to come. `offset` leads from the host's clock to the launcher's; `told`: the host had been told to end its ranks."""
         end = self.ends.setdefault(event["rank"], RankEnd(event["rank"], event["pid"], host=host))
         if event["event"] == "error":
             end.error = ErrorRecord.of(event["record"], offset)
         elif event["event"] == "exit":
             end.status, end.ended = event["status"], event["time"] + offset
             end.stopped = event.get("stopped", False) or (told and end.status in (-signal.SIGTERM, -signal.SIGKILL))
+        elif event["event"] == "collected":
+            end.ended = event["time"] + offset
         return end
+
+    def fill_in(self, known: list[dict[str, Any]], host: str, now: float, told: bool) -> list[RankEnd]:
+        """Ends of which only the statuses are known, for torch's agent collected them before anyone saw when: those of
+        `known` that no event told. Returns them. The agent ends the others with SIGTERM, and SIGKILL later, once one has
+        failed: a rank killed so counts as stopped only where another is the cause, so that one always is."""
+        unseen = [e for e in known if self.ends.get(e["rank"], RankEnd(e["rank"], e["pid"])).status is None]
+        gentle = {-signal.SIGTERM: 2, -signal.SIGKILL: 1}
+        filled = []
+        for event in sorted(unseen, key=lambda e: (gentle.get(e["status"], 0), e["rank"])):
+            caused = told or any(end.failed and not end.stopped for end in self.ends.values())
+            end = self.ends.setdefault(event["rank"], RankEnd(event["rank"], event["pid"], host=host))
+            end.status, end.ended = event["status"], end.ended or now
+            end.stopped = caused and event["status"] in gentle and end.error is None
+            filled.append(end)
+        return filled
 
     @property
     def first(self) -> RankEnd | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,13 +81,8 @@ class Round:
                 self._notice(end.by_itself)
 
     def _take_result(self, member: Member, event: Message) -> None:
-        """Fills in what the watch did not see: ranks that died before their first line of code."""
-        for known in event.get("ends", []):
-            end = self.attempt.ends.setdefault(known["rank"], RankEnd(known["rank"], known["pid"], host=member.name))
-            if end.status is None:
-                end.status, end.ended = known["status"], time.monotonic()
-                others = len(self.attempt.ends) > 1 or self.stopped_at is not None
-                end.stopped = others and known["status"] in (-signal.SIGTERM, -signal.SIGKILL)
+        told = self.stopped_at is not None
+        for end in self.attempt.fill_in(event.get("ends", []), member.name, time.monotonic(), told):
             if end.failed and not end.stopped:
                 self._notice(end.by_itself)
         if event["status"] in ("usage", "unreachable", "error"):

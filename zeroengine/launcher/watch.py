@@ -85,6 +85,7 @@ class RankWatch:
             # WNOWAIT leaves the exit status to torch's agent, which collects it in its own time.
             end = os.waitid(os.P_PID, start["pid"], os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # torch was first, and reports the status in its result
+            self._forward({**start, "event": "collected", "time": time.monotonic()})
             return
         when = time.monotonic()
         if end is None:
