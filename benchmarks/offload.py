@@ -67,11 +67,11 @@ class _Ours:
     def __init__(self, path: Path, mib: int) -> None:
         import os
 
-        from zeroengine.offload.buffers import host_bytes
+        from zeroengine.offload.buffers import disk_bytes
         from zeroengine.ops.aio import file_io, sums_for
 
         self.io = file_io(8, _MIB)
-        self.memory = host_bytes(mib * _MIB).random_(0, 256)
+        self.memory = disk_bytes(mib * _MIB).random_(0, 256)
         self.sums = sums_for(mib * _MIB, _MIB)
         self.file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600), "r+b", buffering=0)
 

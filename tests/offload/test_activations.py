@@ -81,13 +81,13 @@ def test_the_bits_are_those_of_activations_in_memory(tmp_path: Path) -> None:
 
 def test_weights_stay_and_changes_in_place_are_seen(tmp_path: Path) -> None:
     from zeroengine.offload.activations import ActivationsOnDisk
-    from zeroengine.offload.buffers import Buffers, host_bytes
+    from zeroengine.offload.buffers import Buffers, disk_bytes
     from zeroengine.offload.folder import RankFolder
     from zeroengine.offload.store import DiskStore
     from zeroengine.ops.aio import file_io
 
     folder = RankFolder(tmp_path, 0)
-    store = DiskStore(folder, "activations.bin", file_io(2, 4096), Buffers(2, host_bytes))
+    store = DiskStore(folder, "activations.bin", file_io(2, 4096), Buffers(2, disk_bytes))
     weight = nn.Parameter(torch.randn(40, 40))
     where = ActivationsOnDisk(store, [weight], 1000)
     x = torch.randn(40, 40, requires_grad=True)

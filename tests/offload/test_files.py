@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from zeroengine.errors import OffloadError
 from zeroengine.offload import limits
-from zeroengine.offload.buffers import PAGE, Buffers, host_bytes
+from zeroengine.offload.buffers import PAGE, Buffers, disk_bytes
 from zeroengine.offload.faults import Faults
 from zeroengine.offload.folder import RankFolder
 from zeroengine.offload.home import at_hand
@@ -45,11 +46,11 @@ def file(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_what_is_written_is_read_and_compared(io: FileIO, file: Any) -> None:
-    data = host_bytes(5 * PAGE).random_(0, 256)
+    data = disk_bytes(5 * PAGE).random_(0, 256)
     sums, others = sums_for(data.nbytes, BLOCK), sums_for(data.nbytes, BLOCK)
     assert len(sums) == 3
     io.begin(WRITE, file, data, PAGE, sums).wait()
-    found = host_bytes(5 * PAGE)
+    found = disk_bytes(5 * PAGE)
     transfer = io.begin(READ, file, found, PAGE, sums)
     transfer.wait()
     assert torch.equal(found, data)
@@ -63,7 +64,7 @@ def test_what_is_written_is_read_and_compared(io: FileIO, file: Any) -> None:
 
 @pytest.mark.parametrize("end", [0, PAGE, 3 * PAGE + 100])
 def test_a_file_that_ends_early(io: FileIO, file: Any, end: int) -> None:
-    data = host_bytes(4 * PAGE)
+    data = disk_bytes(4 * PAGE)
     sums = sums_for(data.nbytes, BLOCK)
     io.begin(WRITE, file, data, 0, sums).wait()
     os.ftruncate(file.fileno(), end)
@@ -75,7 +76,7 @@ def test_a_file_that_ends_early(io: FileIO, file: Any, end: int) -> None:
 def test_an_errno_of_the_system(io: FileIO, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (tmp_path / "file").open("rb") as reader, pytest.raises(TransferError) as caught:
-        io.begin(WRITE, reader, host_bytes(PAGE), 0, sums_for(PAGE, BLOCK)).wait()
+        io.begin(WRITE, reader, disk_bytes(PAGE), 0, sums_for(PAGE, BLOCK)).wait()
     assert caught.value.problem == errno.EBADF
 
 
@@ -104,7 +105,7 @@ def test_checksums_see_changes_exchanges_and_zeros() -> None:
 
 
 def test_buffers_are_bounded_and_grow() -> None:
-    buffers = Buffers(2, host_bytes)
+    buffers = Buffers(2, disk_bytes)
     first, second = buffers.take(100), buffers.take(PAGE + 1)
     assert not buffers.available() and buffers.bytes() == 3 * PAGE
     beyond = buffers.take(10)
@@ -115,6 +116,20 @@ def test_buffers_are_bounded_and_grow() -> None:
     buffers.give(second)
     assert buffers.bytes() == 4 * PAGE
     assert second.data_ptr() % PAGE == 0
+
+
+def test_a_forked_child_shares_no_page_with_a_disk() -> None:
+    """Else a transfer that is under way ends in a page that only the child has. The kernel's flag of memory that forks leave out."""
+    memory = disk_bytes(3 * PAGE)
+    here = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        bounds = re.match("([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            here = int(bounds[1], 16) <= memory.data_ptr() < int(bounds[2], 16)
+        elif here and line.startswith("VmFlags"):
+            assert "dc" in line.split()
+            return
+    raise AssertionError("the memory is not in the map of the process")
 
 
 def odd(nbytes: int) -> Tensor:

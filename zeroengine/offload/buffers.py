@@ -32,9 +32,19 @@ def host_bytes(nbytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, PAGE)), dtype=torch.uint8)
 
 
+def disk_bytes(nbytes: int) -> Tensor:
+    """Pages of their own that a disk reads into and is written from: large ones where the system has them, because a direct transfer
+    looks up every page (reads are twice as fast). A forked child does not have them: a fork would give one of both another copy of a
+    page, and the disk might write into that of the other."""
+    pages = private_pages(nbytes)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 def private_pages(nbytes: int) -> mmap.mmap:
     """Pages of this process only, large ones where the system has them: what is slow in new memory is that each page is cleared
-    and mapped when it is first touched. Not for memory that a disk writes to: a fork would give the process another copy."""
+    and mapped when it is first touched."""
     private = getattr(mmap, "MAP_PRIVATE", None)
     if private is None:
         return mmap.mmap(-1, max(nbytes, PAGE))

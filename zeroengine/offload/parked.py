@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.errors import OffloadError
-from zeroengine.offload.buffers import Buffers, host_bytes
+from zeroengine.offload.buffers import Buffers, disk_bytes
 from zeroengine.offload.folder import RankFolder
 from zeroengine.offload.record import Record, stub
 from zeroengine.offload.store import DiskStore
@@ -47,7 +47,7 @@ class Parked:
 
     def open(self, folder: RankFolder, io: FileIO) -> None:
         """Makes the file of tier nvme. Raises OffloadError."""
-        self._store = DiskStore(folder, "parked.bin", io, Buffers(_BUFFERS, host_bytes))
+        self._store = DiskStore(folder, "parked.bin", io, Buffers(_BUFFERS, disk_bytes))
 
     def add(self, lot: Lot, to_host: Callable[[Tensor], Tensor]) -> None:
         """Moves the tensors of a lot away. Raises OffloadError."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.offload.buffers import Allocate, Buffers, host_bytes, pinned_bytes
+from zeroengine.offload.buffers import Allocate, Buffers, disk_bytes, pinned_bytes
 from zeroengine.offload.faults import Faults
 from zeroengine.offload.folder import RankFolder
 from zeroengine.offload.home import Home, Memory
@@ -236,7 +236,7 @@ class Placement(Places):
 
     def _host_memory(self, nbytes: int) -> Tensor:
         pin = self.state_rule.pin and self.device.type != "cpu"
-        return pinned_bytes(nbytes) if pin else host_bytes(nbytes)
+        return pinned_bytes(nbytes) if pin else disk_bytes(nbytes)
 
     def activation_store(self, base: str, buffers: int) -> DiskStore:
         """The file of activations that wait for backward. Raises OffloadError."""
