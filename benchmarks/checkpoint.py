@@ -30,12 +30,13 @@ from zeroengine.checkpoint import BackgroundSaver, SavedCheckpoint, export_weigh
 from zeroengine.zero.layout import BucketLayout, Piece
 
 ROW = 1024
-TENSORS = 32
+TENSORS = 33  # a multiple of three
 SYSTEMS = ("torch.save", "dcp", "zeroengine", "zeroengine background")
 
 
 class State:
-    """This rank's share of `TENSORS` fp32 matrices in one bucket: in the form that each system takes."""
+    """This rank's share of `TENSORS` fp32 matrices in one bucket, in the form that each system takes: a third of them are weights and
+    two thirds the moments of Adam, as in a checkpoint of fp32 training."""
 
     def __init__(self, megabytes: int, rank: int, world: int) -> None:
         rows = max(1, megabytes * 10**6 // (4 * ROW * TENSORS))
@@ -43,11 +44,12 @@ class State:
         start, end = layout.slice_of(rank)
         self.flat = torch.rand(end - start, generator=torch.Generator().manual_seed(rank))
         self.bytes = layout.numel * 4
-        self.pieces: dict[str, list[Piece]] = {f"model.{spec.name}": [] for spec in layout.specs}
+        key = {f"w{i}": f"model.w{i // 3}" if i % 3 == 0 else f"optim.w{i // 3}.moment{i % 3}" for i in range(TENSORS)}
+        self.pieces: dict[str, list[Piece]] = {key[spec.name]: [] for spec in layout.specs}
         for s in layout.segments(start, end):
             spec = layout.specs[s.index]
             data = self.flat[s.at : s.at + s.end - s.start]
-            self.pieces[f"model.{spec.name}"].append(Piece(spec.name, spec.shape, s.start, data))
+            self.pieces[key[spec.name]].append(Piece(spec.name, spec.shape, s.start, data))
         # The others have no flat pieces: each rank saves tensors of its own names and memory, with the same bytes.
         self.own: dict[str, Tensor] = {f"rank{rank}.{k}": p.data.clone() for k, parts in self.pieces.items() for p in parts}
 
@@ -75,7 +77,8 @@ class Turn:
         elif system == "zeroengine":
             save(at / "a", self.state.pieces, {}, {}, **self.where)
         else:
-            self.background.start(at / "a", self.state.pieces, {}, {})
+            later = {"later": lambda key: key.startswith("optim.")}  # as the engine does
+            self.background.start(at / "a", self.state.pieces, {}, {}, **later)
             return self.background.wait
         return None
 

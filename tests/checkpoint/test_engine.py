@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -237,13 +238,24 @@ def _an_engine_that_only_evaluates(d: Path, rank: int) -> list[Any]:
 
 
 def _in_the_background(d: Path, rank: int) -> list[Any]:
-    """Training goes on and changes everything; the checkpoint is of the moment of the call. A second save waits."""
+    """Training goes on and changes everything; the checkpoint is of the moment of the call, also of state that the thread copies
+    late. A second save waits."""
     found: list[Any] = []
+    late: list[Any] = []
+
+    def slow_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.02)
+        late.append(target.copy_(source))
+
     for stage in (0, 3):
         engine = build(stage, "bf16")
         fill(engine)
-        engine.save_checkpoint(d / str(stage), tag="a", blocking=False, keep_last=2)
-        losses = train(engine, 0, 2, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("zeroengine.checkpoint.background.copy_away", slow_copy)
+            engine.save_checkpoint(d / str(stage), tag="a", blocking=False, keep_last=2)
+            losses = train(engine, 0, 2, rank)
+        found.append(bool(late))
+        late.clear()
         for tag in ("b", "c", "d"):
             engine.save_checkpoint(d / str(stage), tag=tag, blocking=tag == "c", keep_last=2)
             if tag == "b":

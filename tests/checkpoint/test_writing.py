@@ -102,15 +102,21 @@ def _pieces(*values: float) -> dict[str, list[Piece]]:
 
 def test_staging_memory_is_kept_and_grows() -> None:
     memory = StagingMemory()
-    first = memory.stage(_pieces(1, 2))
+
+    def at_once(key: str) -> bool:
+        return False
+
+    first, none = memory.stage(_pieces(1, 2), at_once)
+    assert not none
     at, size = first["k0"][0].data.data_ptr(), memory.nbytes
     assert [p.data.unique().tolist() for parts in first.values() for p in parts] == [[1], [2]]
     memory.release()
-    second = memory.stage(_pieces(3, 4))
+    second, [(target, source)] = memory.stage(_pieces(3, 4), lambda key: key == "k1")
     assert second["k0"][0].data.data_ptr() == at and memory.nbytes == size
+    target.copy_(source)  # what waits is the second one
     assert [(p.data.unique().tolist(), p.start) for parts in second.values() for p in parts] == [([3], 10), ([4], 10)]
-    del first, second
-    assert memory.stage(_pieces(5, 6, 7))["k2"][0].data.unique().tolist() == [7] and memory.nbytes > size
+    del first, second, target, source
+    assert memory.stage(_pieces(5, 6, 7), at_once)[0]["k2"][0].data.unique().tolist() == [7] and memory.nbytes > size
     memory.close()
     assert memory.nbytes == 0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroengine.checkpoint.ranks import Ranks, describe
@@ -15,6 +16,7 @@ from zeroengine.checkpoint.saving import Saver
 from zeroengine.checkpoint.staging import StagingMemory
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import logger
+from zeroengine.ops.aio import copy_away
 from zeroengine.zero.layout import Piece
 
 
@@ -29,6 +31,7 @@ class BackgroundSaver:
         self._group: ProcessGroup | None = None
         self._memory = StagingMemory()
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
         self._doing = ""
         self._error: BaseException | None = None
 
@@ -41,26 +44,41 @@ class BackgroundSaver:
         *,
         latest: bool = True,
         keep_last: int | None = None,
+        later: Callable[[str], bool] = lambda key: False,
     ) -> None:
         """Copies `tensors` to host memory and returns; the rest is `zeroengine.checkpoint.save` over the default group's ranks.
-        Collective. Waits for the save before. Raises CheckpointError on all ranks if the values cannot be saved."""
+        Of the keys that `later` says, what lies in host memory is copied in the thread, too: it must not change before `staged`
+        returns. Collective. Waits for the save before. Raises CheckpointError on all ranks if the values cannot be saved."""
         self.wait()
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if self._group is None and world > 1:
             self._group = dist.new_group(backend="gloo")
         saver = Saver(Path(folder), Ranks(self._group, rank, world), latest=latest, keep_last=keep_last)
-        saver.prepare(self._memory.stage(tensors), replicated, per_rank)
+        copies, rest = self._memory.stage(tensors, later)
+        saver.prepare(copies, replicated, per_rank)
         self._doing = saver.doing
-        self._thread = threading.Thread(target=self._run, args=(saver,), name=f"zeroengine {saver.doing}", daemon=False)
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._run, args=(saver, rest), name=f"zeroengine {saver.doing}", daemon=False)
         self._thread.start()
 
-    def _run(self, saver: Saver) -> None:
+    def staged(self) -> None:
+        """Returns when the values of the save under way, if there is one, are copied and may change."""
+        if self._thread is not None:
+            self._copied.wait()
+
+    def _run(self, saver: Saver, rest: list[tuple[Tensor, Tensor]]) -> None:
         try:
+            for target, source in rest:
+                copy_away(target, source)
+            rest.clear()
+            self._copied.set()
             saver.run()
         except BaseException as exc:  # handed to the training thread
             self._error = exc
             logger.error("in the background: %s", describe(exc))
         finally:
+            rest.clear()
+            self._copied.set()
             saver.forget()
             self._memory.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,23 +34,30 @@ class StagingMemory:
         """Bytes of the block."""
         return 0 if self._block is None else self._block.numel()
 
-    def stage(self, tensors: Mapping[str, Sequence[Piece]]) -> dict[str, list[Piece]]:
-        """Copies of the pieces, in the block; those of the last call are overwritten."""
+    def stage(
+        self, tensors: Mapping[str, Sequence[Piece]], later: Callable[[str], bool]
+    ) -> tuple[dict[str, list[Piece]], list[tuple[Tensor, Tensor]]]:  # fmt: skip
+        """Copies of the pieces, in the block; those of the last call are overwritten. Of the keys that `later` says, as far as
+        they lie in host memory, the copies are still to be made: (target, source) of each."""
         pieces = [piece for parts in tensors.values() for piece in parts]
         devices = {piece.data.device for piece in pieces if piece.data.device.type != "cpu"}
         block = self._room(sum(_padded(piece.data.nbytes) for piece in pieces), bool(devices))
         at = 0
         copies: dict[str, list[Piece]] = {}
+        rest: list[tuple[Tensor, Tensor]] = []
         for key, parts in tensors.items():
-            copies[key] = []
+            copies[key], waits = [], later(key)
             for piece in parts:
                 target = block[at : at + piece.data.nbytes].view(piece.data.dtype)
-                copy_away(target, piece.data.detach())
+                if waits and piece.data.device.type == "cpu":
+                    rest.append((target, piece.data.detach()))
+                else:
+                    copy_away(target, piece.data.detach())
                 copies[key].append(Piece(piece.name, piece.shape, piece.start, target, piece.part))
                 at += _padded(piece.data.nbytes)
         for device in devices:
             torch.accelerator.synchronize(device)
-        return copies
+        return copies, rest
 
     def release(self) -> None:
         """Nobody needs the copies any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,8 @@ class CheckpointMethods:
         `save_dir/tag` (default `global_step<N>`), completely or not at all. Collective. Raises `CheckpointError` on every
         rank if any cannot write; training may go on then.
 
-        With `blocking=False` the state is copied to host memory and written while training goes on; the next save,
+        With `blocking=False` the state is copied to host memory and written while training goes on, that of the optimizer beside
+        the next forward and backward (see `_copied_later`); the next save,
         `wait_for_checkpoint`, `destroy` or the end of the process waits for it, and the first three raise its error.
         `keep_last` removes older complete checkpoints of `save_dir` once this one is durable.
         """
@@ -83,7 +84,8 @@ class CheckpointMethods:
             else:
                 if self._background is None:
                     self._background = BackgroundSaver()
-                self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last)
+                later = self._copied_later()
+                self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last, later=later)
         return True
 
     def register_for_checkpoint(self, *objects: Any) -> None:
@@ -125,6 +127,15 @@ class CheckpointMethods:
             tensors.update(state.optimizer_pieces(optimizer, share))
         return place_parts(tensors, self.module)
 
+    def _copied_later(self) -> Callable[[str], bool]:
+        """Which values a save in the background may copy after `save_checkpoint` has returned: the optimizer's state in memory. Only
+        the engine changes it, and waits for the copy first (`ZeroOptimizer.settle`); weights are anybody's to change at any time."""
+        optimizer = self.mechanism.optimizer
+        if optimizer is None or self._background is None or self.mechanism.placement.state_rule.tier == "nvme":
+            return lambda key: False
+        optimizer.readers = self._background.staged
+        return lambda key: key.startswith("optim.")
+
     def wait_for_checkpoint(self) -> None:
         """Returns when the save in the background, if there is one, is complete; raises its error."""
         if self._background is not None:
@@ -133,6 +144,8 @@ class CheckpointMethods:
     def _end_background_saves(self) -> None:
         """Waits for the save under way and raises its error. Collective."""
         background, self._background = self._background, None
+        if self.mechanism.optimizer is not None:
+            self.mechanism.optimizer.readers = None
         if background is not None:
             background.close()
 

@@ -61,6 +61,8 @@ class OffloadMethods:
         if tier == "cpu" and placement.device.type == "cpu":
             log_once("offload_states: the device of this run is the CPU, so nothing is freed; device='nvme' moves states to a disk")
         mechanism.sharder.release_all()
+        if mechanism.optimizer is not None:
+            mechanism.optimizer.settle()
         parked = Parked(kinds, tier)
         with placement.faults.kept():
             if tier == "nvme":

@@ -89,6 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.torn: str | None = None  # why weights and state are of different steps
         self.tokens: float | None = None  # of this rank's micro-batches, whose losses are sums over them; None: losses are means
         self.losses: list[Tensor] = []  # of this rank's micro-batches, as far as they are known: who is to blame for a skip
+        self.readers: Callable[[], None] | None = None  # waits for those who still read the state
         self._away = AwayUpdate(self.placement, self.masters, self.optimizer, self.parts.whole)
         self._near = [m for m in self.masters if not m.away]
         self._away.settle()
@@ -109,6 +110,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        self.settle()
         return self.optimizer.state
 
     @property
@@ -237,7 +239,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._away.ahead()
         self.placement.agree(self._control, "before the update", "Nothing was changed")
 
+    def settle(self) -> None:
+        """Returns when nobody reads the optimizer's state any more (a save in the background copies it): it may change."""
+        if self.readers is not None:
+            self.readers()
+
     def _update(self, used: frozenset[str], factor: float) -> None:
+        self.settle()
         fused = isinstance(self.optimizer, FusedOptimizer)
         if isinstance(self.optimizer, FusedOptimizer):
             grads: dict[Tensor, Tensor] = {}
