@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedules", default=",".join(SCHEDULES), help="whose idle time is measured (default %(default)s)")
     add("--stages", type=positive, default=4, help="ranks of that pipeline (default %(default)s)")
     add("--micro-batches", type=_numbers, default=[4, 8, 16], help="of that pipeline, comma-separated (default 4,8,16)")
-    add("--sleep", type=float, default=0.04, help="seconds of a rank's forward of a micro-batch there (default %(default)s)")
+    add("--sleep", type=float, default=0.08, help="seconds of a rank's forward of a micro-batch there (default %(default)s)")
     add("--systems", default=",".join(SYSTEMS), help="whose steps are timed; the first is the reference (default %(default)s)")
     add("--nproc", type=positive, default=2, help="stages and processes of each system (default %(default)s)")
     add("--threads", type=positive, default=1, help="threads of each process (default %(default)s)")

@@ -215,35 +215,30 @@ class PipelineJob:
 
 
 class _Sleep(torch.autograd.Function):
-    """x * weight after `seconds`; each of the two gradients takes as long."""
+    """x, after `forward` seconds; its gradient after `backward` seconds. A function of one input: one of several would make all its
+    gradients whenever one is asked for, so that a backward in two parts would take twice as long."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        ctx.save_for_backward(x, weight)
-        ctx.seconds = seconds
-        return x * weight
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        time.sleep(forward)
+        ctx.seconds = backward
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            time.sleep(ctx.seconds)
-            dx = grad * weight
-        if ctx.needs_input_grad[1]:
-            time.sleep(ctx.seconds)
-            dw = (grad * x).sum().view(1)
-        return dx, dw, None
+        time.sleep(ctx.seconds)
+        return grad, None, None
 
 
 class SleepingLayer(nn.Module):
+    """x * weight, after `seconds`; each of the two gradients takes as long."""
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight, self.seconds = nn.Parameter(torch.ones(1)), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self.weight, self.seconds)
+        out: Tensor = _Sleep.apply(x, self.seconds, self.seconds) * _Sleep.apply(self.weight, 0.0, self.seconds)
         return out
 
 

@@ -85,6 +85,9 @@ class Pending:
     tree: Any = None
     settled: bool = False
 
+    def arrived(self) -> bool:
+        return self.work is not None and self.work.done()
+
 
 class Wire:
     """Both directions between this rank and one `peer` (its index in the communicators). `stream` carries messages, `extra`
@@ -156,7 +159,10 @@ class Wire:
             self._sending.popleft().wait()
 
     def _post(self) -> None:
-        """Posts what may be posted: the size of a message is known once the one before on its edge has come."""
+        """Posts what may be posted: the size of a message is known once the one before on its edge has come. What has come
+        is settled before anybody asks for it, or those behind it could only be posted when they are needed."""
+        while self._posted and self._posted[0].arrived():
+            self._settle(self._posted.popleft())
         while self._wanted and all(p.edge != self._wanted[0].edge for p in self._posted):
             pending = self._wanted.popleft()
             known = self._known.get(pending.edge)
