@@ -321,6 +321,9 @@ class Crew:
                 address = network.route(self.address_of(others[0])).source
             except OSError as error:
                 raise ZeroEngineError(f"no route to {others[0].name}: {error.strerror}; give --master-addr") from None
+        if address is not None and network.is_for_one_link(address):
+            told = f"the address of {first.name} is {address}, which other hosts reach through interfaces of other names"
+            raise ZeroEngineError(f"{told}; give one of the network between the hosts with --master-addr")
         if address is None or (network.is_loopback(address) and any(m.remote and not self._is_loopback(m) for m in others)):
             raise ZeroEngineError(f"the address of {first.name} for the other hosts is not known; give it with --master-addr")
         return address
