@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import Job, Launches, wait_until
-from tests.launcher.netlab import Lab, kill
+from tests.launcher.netlab import Lab, kill, serve
 from tests.launcher.test_hosts_ssh import nothing_left
 
 pytestmark = pytest.mark.timeout(180)
@@ -125,6 +125,20 @@ def test_a_killed_worker_is_restarted_and_goes_on_from_the_checkpoint(launches: 
     (place / "go-3").touch()
     assert job.finish() == 0, job.err
     assert "rank 1 failed first (host n2" in job.err and "restarting all ranks (1 of 1 restarts)" in job.err
+    assert losses(place) == [(step, loss, 2) for step, loss in enumerate(alone)]
+
+
+def test_a_host_whose_connection_is_lost_is_started_anew(launches: Launches, hosts: Lab, alone: list[float]) -> None:
+    """What the host is still ending of the time before does not end, or meet, what is started there now."""
+    names = hosts.hostfile(launches.folder, count=2)
+    job, place = trained(launches, "again", "--max-restarts", "1", "--hostfile", names, hosts=hosts, HOLD="3:2")
+    assert wait_until(lambda: (place / "losses").exists() and len(losses(place)) == 3, 60), job
+    for pid in hosts.hosts[0].sshds():
+        kill(pid)
+    serve(hosts.hosts[0])
+    (place / "go-3").touch()
+    assert job.finish() == 0, job.err
+    assert "host n1 is lost" in job.err and "restarting all ranks (1 of 1 restarts)" in job.err
     assert losses(place) == [(step, loss, 2) for step, loss in enumerate(alone)]
 
 
