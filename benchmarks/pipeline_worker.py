@@ -173,6 +173,7 @@ class DeepSpeed:
         )
         config = {
             "train_micro_batch_size_per_gpu": settings.micro_batch, "gradient_accumulation_steps": settings.accumulation,
+            "gradient_clipping": 0.0,  # it clips to 1.0 unless told, and each stage by the norm of one; the others do not clip
             "zero_optimization": {"stage": 0}, "steps_per_print": 10**9,
         }  # fmt: skip
         self.engine: Any = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -223,6 +224,19 @@ def _by_hand(rank: int, ranks: int) -> list[str]:
                         engine.backward(engine(micro[rank]).square().mean())
                         engine.step()
             _compare(f"no_sync {label}", engine, expected, faults)
+            engine.destroy()
+            # torch's way: the context alone says which backward ends the step; whole gradients are not reduced before
+            engine = _make(mesh, stage, bucket)
+            for step in _batches(2, 3, ranks):
+                for i, micro in enumerate(step):
+                    engine.reset_traffic()
+                    with contextlib.nullcontext() if i == 2 else engine.no_sync():
+                        (engine(micro[rank]).square().mean() / 3).backward()
+                    if stage < 2 and bool(engine.traffic()["total"]) != (i == 2):
+                        faults.append(f"torch's no_sync {label}: {engine.traffic()} in micro-batch {i}")
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            _compare(f"torch's no_sync {label}", engine, expected, faults)
             engine.destroy()
             # the boundary set by hand, with a forgotten attempt before
             engine = _make(mesh, stage, bucket)

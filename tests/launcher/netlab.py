@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from tests.launcher.jobs import Job, Launches, wait_until
 
+NO_DETECTION = ("nodad",)  # IPv6: an address may be used at once, nobody else has it
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen")
 
 
@@ -45,6 +47,7 @@ class LabHost:
     init: subprocess.Popen[bytes]
     folder: Path
     port: str  # the outer end of its link
+    bridge: str
 
     def enter(self, *command: str) -> list[str]:
         return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", *command]
@@ -57,6 +60,29 @@ class LabHost:
     def link(self, state: str) -> None:
         """`up` or `down`."""
         run("ip", "link", "set", self.port, state)
+
+    @contextmanager
+    def disturbed(self, delay: float, loss: float) -> Iterator[None]:
+        """Its packets take `delay` seconds more in each direction, and a share of `loss` is lost. (Where the kernel has no netem:
+        a process carries the frames between two TAP devices, between the host's link and the bridge.)"""
+        outer, inner, between = (f"{self.port}{end}" for end in "oib")
+        run("ip", "link", "add", between, "type", "bridge")
+        relay = None
+        try:
+            command = [sys.executable, str(Path(__file__).with_name("relay.py")), outer, inner, str(delay), str(loss)]
+            relay = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert relay.stdout is not None and relay.stdout.readline() == b"ready\n"
+            for port, bridge in ((outer, self.bridge), (inner, between), (self.port, between)):
+                run("ip", "link", "set", port, "master", bridge)
+            for port in (outer, inner, between):
+                run("ip", "link", "set", port, "up")
+            yield
+        finally:
+            run("ip", "link", "set", self.port, "master", self.bridge)
+            if relay is not None:
+                relay.kill()  # its devices go with it
+                relay.wait()
+            run("ip", "link", "del", between)
 
     def sshds(self) -> list[int]:
         """Process ids (as seen from outside) of all sshd of the host."""
@@ -90,8 +116,12 @@ class Lab:
     """Hosts `n1`, `n2`, ... and the configuration with which ssh reaches them."""
 
     folder: Path
-    subnet: str = ""  # its first three bytes; the machine itself is 254
+    subnet: str = ""  # the first three bytes of its addresses; the machine itself is 254. With IPv6 all but the last two, and fe
+    ipv6: bool = False
     hosts: list[LabHost] = field(default_factory=list)
+
+    def address(self, number: int | str) -> str:
+        return f"{self.subnet}{':' if self.ipv6 else '.'}{number}"
 
     @property
     def ssh_config(self) -> Path:
@@ -112,18 +142,19 @@ class Lab:
 
 
 @contextmanager
-def lab(folder: Path, count: int) -> Iterator[Lab]:
-    """Hosts on a bridge of their own; several labs may exist at a time."""
-    made = Lab(folder)
+def lab(folder: Path, count: int, ipv6: bool = False) -> Iterator[Lab]:
+    """Hosts on a bridge of their own, with addresses of one family; several labs may exist at a time."""
+    made = Lab(folder, ipv6=ipv6)
     bridge = ""
     try:
-        bridge, made.subnet = make_bridge()
+        bridge, made.subnet = make_bridge(ipv6)
         keys(folder)
-        names = "".join(f"{made.subnet}.{i} n{i}\n" for i in range(1, count + 1))
-        (folder / "etc_hosts").write_text(f"127.0.0.1 localhost\n{made.subnet}.254 bridge {os.uname().nodename}\n{names}")
+        names = "".join(f"{made.address(i)} n{i}\n" for i in range(1, count + 1))
+        own = made.address("fe" if ipv6 else 254)
+        (folder / "etc_hosts").write_text(f"127.0.0.1 localhost\n{own} bridge {os.uname().nodename}\n{names}")
         (folder / "etc_resolv.conf").write_text("")
         for i in range(1, count + 1):
-            made.hosts.append(make_host(folder, f"n{i}", f"{made.subnet}.{i}", bridge))
+            made.hosts.append(make_host(folder, f"n{i}", made.address(i), bridge))
         write_ssh_config(made)
         yield made
     finally:
@@ -137,14 +168,15 @@ def lab(folder: Path, count: int) -> Iterator[Lab]:
             subprocess.run(["ip", "link", "del", bridge], capture_output=True)
 
 
-def make_bridge() -> tuple[str, str]:
+def make_bridge(ipv6: bool) -> tuple[str, str]:
     """Its name, and a subnet that nobody here uses: whoever gets the name gets the subnet."""
     for i in range(1, 200):
         made = subprocess.run(["ip", "link", "add", f"zr{i}", "type", "bridge"], capture_output=True, text=True)
         if made.returncode == 0:
-            run("ip", "addr", "add", f"10.211.{i}.254/24", "dev", f"zr{i}")
+            subnet, own = (f"fd00:211:{i}:", f"fd00:211:{i}::fe/64") if ipv6 else (f"10.211.{i}", f"10.211.{i}.254/24")
+            run("ip", "addr", "add", own, "dev", f"zr{i}", *NO_DETECTION * ipv6)
             run("ip", "link", "set", f"zr{i}", "up")
-            return f"zr{i}", f"10.211.{i}"
+            return f"zr{i}", subnet
         if "File exists" not in made.stderr:
             raise OSError(made.stderr)
     raise OSError("all bridges are taken")
@@ -183,14 +215,15 @@ def make_host(folder: Path, name: str, address: str, bridge: str) -> LabHost:
     script = f"hostname {name} && {mounts} && exec sleep 1000"
     spaces = ["--net", "--uts", "--pid", "--mount", "--mount-proc"]
     init = subprocess.Popen(["unshare", *spaces, "--fork", "--kill-child", "sh", "-c", script])
-    host = LabHost(name, address, init, folder, f"{bridge}-{name}")
+    host = LabHost(name, address, init, folder, f"{bridge}-{name}", bridge)
     if not wait_until(lambda: _has_child(init.pid), 10):
         raise TimeoutError("unshare started nothing")
     wait_until(lambda: "sleep" in command_of(host.pid), 10)
     run("ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth7", "netns", str(host.pid))
     run("ip", "link", "set", host.port, "master", bridge)
     run("ip", "link", "set", host.port, "up")
-    for command in (f"ip addr add {address}/24 dev eth7", "ip link set eth7 up", "ip link set lo up"):
+    add = f"ip addr add {address}/64 dev eth7 nodad" if ":" in address else f"ip addr add {address}/24 dev eth7"
+    for command in (add, "ip link set eth7 up", "ip link set lo up"):
         run(*host.enter(*command.split()))
     serve(host)
     return host

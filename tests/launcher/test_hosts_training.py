@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.jobs import Job, Launches, wait_until
-from tests.launcher.netlab import Lab, kill
+from tests.launcher.netlab import Lab, kill, serve
+from tests.launcher.test_hosts_ssh import nothing_left
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -127,6 +128,20 @@ def test_a_killed_worker_is_restarted_and_goes_on_from_the_checkpoint(launches: 
     assert losses(place) == [(step, loss, 2) for step, loss in enumerate(alone)]
 
 
+def test_a_host_whose_connection_is_lost_is_started_anew(launches: Launches, hosts: Lab, alone: list[float]) -> None:
+    """What the host is still ending of the time before does not end, or meet, what is started there now."""
+    names = hosts.hostfile(launches.folder, count=2)
+    job, place = trained(launches, "again", "--max-restarts", "1", "--hostfile", names, hosts=hosts, HOLD="3:2")
+    assert wait_until(lambda: (place / "losses").exists() and len(losses(place)) == 3, 60), job
+    for pid in hosts.hosts[0].sshds():
+        kill(pid)
+    serve(hosts.hosts[0])
+    (place / "go-3").touch()
+    assert job.finish() == 0, job.err
+    assert "host n1 is lost" in job.err and "restarting all ranks (1 of 1 restarts)" in job.err
+    assert losses(place) == [(step, loss, 2) for step, loss in enumerate(alone)]
+
+
 def test_a_job_goes_on_with_fewer_hosts_and_takes_a_host_back(launches: Launches, hosts: Lab, alone: list[float]) -> None:
     names = hosts.hostfile(launches.folder, count=3)
     argv = ("--nnodes", "1:3", "--grace", "2", "--hostfile", names)
@@ -144,6 +159,25 @@ def test_a_job_goes_on_with_fewer_hosts_and_takes_a_host_back(launches: Launches
     assert [loss for _, loss, _ in losses(place)] == pytest.approx(alone, rel=1e-6)
     rows = [json.loads(line) for line in (place / "losses").read_text().splitlines()]
     assert {row[3] for row in rows} == {0.01} and {row[2] * row[4] for row in rows} == {6}  # rate and batch are kept
+
+
+def test_a_slow_network_that_loses_packets_changes_nothing(launches: Launches, hosts: Lab, alone: list[float]) -> None:
+    names = hosts.hostfile(launches.folder, count=2)
+    with hosts.hosts[1].disturbed(delay=0.02, loss=0.03):
+        job, place = trained(launches, "slow", "--hostfile", names, hosts=hosts)
+        assert job.finish(100) == 0, job.err
+    assert job.seconds > 6 * 0.04  # a step needs more than one answer
+    assert losses(place) == [(step, loss, 2) for step, loss in enumerate(alone)]
+
+
+def test_a_network_that_loses_everything_ends_the_job_on_both_sides(launches: Launches, hosts: Lab) -> None:
+    names = hosts.hostfile(launches.folder, count=2)
+    job, place = trained(launches, "lost", "--hostfile", names, hosts=hosts, LAST="100000")
+    assert wait_until(lambda: (place / "losses").exists() and len(losses(place)) >= 2, 60)
+    with hosts.hosts[1].disturbed(delay=0.0, loss=1.0):
+        assert job.finish(12) == 1
+        assert "host n2 is lost: nothing was heard of it for 4 s" in job.err
+        assert nothing_left(hosts, job, 10)
 
 
 def test_sigterm_checkpoints_and_the_next_launch_goes_on(launches: Launches, hosts: Lab, alone: list[float]) -> None:

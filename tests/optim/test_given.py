@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,17 @@ def test_names_mean_what_deepspeed_means_by_the_modes() -> None:
         ("Adam", True, torch.optim.AdamW), ("Adam", False, torch.optim.Adam), ("AdamW", True, torch.optim.AdamW),
         ("AdamW", False, torch.optim.Adam),
     ]:  # fmt: skip
-        factory = optimizer_factory(name, {"lr": 0.1, "adam_w_mode": mode, "torch_adam": True, "bias_correction": True}, model)
-        assert type(factory(param_groups(model, None))) is cls
+        options = {"lr": 0.1, "adam_w_mode": mode, "weight_decay": 0.5, "bias_correction": True}
+        moved = []
+        for more in ({"torch_adam": True}, {}):  # torch's class, and ours in its place
+            mine = copy.deepcopy(model)
+            optimizer = optimizer_factory(name, {**options, **more}, mine)(param_groups(mine, None))
+            assert not more or type(optimizer) is cls
+            for p in mine.parameters():
+                p.grad = torch.full_like(p, 0.01)
+            optimizer.step()
+            moved.append(torch.cat([p.detach().flatten() for p in mine.parameters()]))
+        assert torch.allclose(*moved, atol=1e-6), name
 
 
 def test_which_classes_may_see_parts_and_be_stepped_in_rounds() -> None:

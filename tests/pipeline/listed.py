@@ -98,14 +98,14 @@ def batch(step: int, micro: int, group: int) -> dict[str, Tensor]:
 Result = tuple[list[float], list[float], dict[str, Tensor] | None]
 
 
-def reference(model: Any, groups: int, logits_of: Any, steps: int = STEPS) -> Result:
+def reference(model: Any, groups: int, logits_of: Any, steps: int = STEPS, micros: int = MICRO) -> Result:
     """Losses, norms and weights of one process on the batches of all data-parallel groups. `logits_of(batch)`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     losses, norms = [], []
     for step in range(steps):
         parts, counts = [], []
         for group in range(groups):
-            for micro in range(MICRO):
+            for micro in range(micros):
                 given = batch(step, micro, group)
                 y = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
                 parts.append(F.cross_entropy(logits_of(given["input_ids"]).flatten(0, 1), y.flatten(), reduction="sum"))
@@ -121,7 +121,7 @@ def reference(model: Any, groups: int, logits_of: Any, steps: int = STEPS) -> Re
 
 def data(engine: Any, kind: str, step: int) -> Iterator[Any]:
     make = listed_batch if kind == "list" else batch
-    return iter([make(step, i, engine.mesh.sample_group) for i in range(MICRO)])
+    return iter([make(step, i, engine.mesh.sample_group) for i in range(engine.gradient_accumulation_steps())])
 
 
 def run(engine: Any, kind: str) -> Result:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,40 @@ def _places(rank: int, world: int, folder: str) -> dict[str, Any]:
         engine.destroy()
         found[label] = plain, away, on_disk
     found["overflows"] = _overflows(rank)
+    found["unread"] = _unread(rank, folder)
     return found
+
+
+def _unread(rank: int, folder: str) -> dict[str, Any]:
+    """The values of the second stage are damaged on one of its ranks, and mended later."""
+    found: dict[str, Any] = {}
+    for schedule in ("1f1b", "zb-v"):
+        engine = _engine(_config(folder, 3, values="nvme"), 2, schedule=schedule)
+        want = _steps(engine)[1:]
+        engine.destroy()
+        engine = _engine(_config(folder, 3, values="nvme"), 2, schedule=schedule)
+        _steps(engine, 0, 1)
+        (store,) = engine.mechanism.placement.stores
+        store.flush()
+        _flip(store.path if rank == 3 else None)
+        begin = time.monotonic()
+        told = [_error_of(partial(_steps, engine, 1, 1))]
+        told.append(_error_of(partial(engine.eval_batch, common.batches(3, MICRO, engine.mesh.sample_group), MICRO)))
+        seconds = time.monotonic() - begin
+        _flip(store.path if rank == 3 else None)
+        found[schedule] = told, seconds, want, _steps(engine, 1, STEPS - 1)
+        engine.destroy()
+    return found
+
+
+def _flip(path: Path | None) -> None:
+    """Changes a byte, or back."""
+    if path is not None:
+        with path.open("r+b") as file:
+            byte = file.read(1)
+            file.seek(0)
+            file.write(bytes([byte[0] ^ 1]))
+    torch.distributed.barrier()
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +164,16 @@ def test_an_overflow_in_one_stage_is_skipped_by_all(places: list[Any]) -> None:
 
 
 # --- a disk that fails on one stage ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_weights_that_cannot_be_read_in_a_pass_are_an_error_of_all_stages(places: list[Any], schedule: str) -> None:
+    """Training and evaluation; and when the disk is well again everybody goes on as if nothing had been."""
+    first = places[0]["unread"][schedule][0]
+    for told, seconds, want, again in (r["unread"][schedule] for r in places):
+        assert told == first and seconds < 10
+        assert all("rank 3 on" in text and "params.bin" in text and "the checksum is not that" in text for text in told), told
+        assert again == want
 
 
 def _error_of(act: Callable[[], Any]) -> str:

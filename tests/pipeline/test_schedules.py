@@ -52,6 +52,8 @@ def verify(name: str, ranks: int, micro: int, chunks: int) -> None:
         assert max(checked.peak_live) <= 2 * ranks
         # no longer than the same two half-stages a rank in 1F1B, and with enough micro-batches much shorter
         assert timeline.duration <= 2 * 3 * (micro + ranks - 1)
+        if micro >= 2 * ranks - 1:
+            assert timeline.duration == pytest.approx(6 * micro + ranks - 1)
     for rank in range(ranks):
         assert checked.peak_live[rank] == timeline.peak_memory(rank)
 
@@ -86,6 +88,14 @@ def test_less_idle_than_1f1b() -> None:
         assert idle["zb-v"] <= idle["zb-h1"] and idle["dualpipe-v"] <= idle["zb-h1"]
     costs = Costs(forward=2.0, input=3.0, weight=1.5)
     assert simulate(SCHEDULES["zb-h1"].build(4, 16), costs).duration == pytest.approx(16 * 6.5 + 3 * 3.5)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "dualpipe-v"])
+def test_late_messages_hold_nobody_up(name: str) -> None:
+    """Where ranks have other work than to wait, a message that takes a tenth of a computation costs next to nothing."""
+    for ranks, micro in ((2, 8), (4, 16)):
+        schedule = SCHEDULES[name].build(ranks, micro)
+        assert simulate(schedule, Costs(message=0.1)).duration <= 1.015 * simulate(schedule).duration
 
 
 # --- against torch's own ------------------------------------------------------------------------------------------------

@@ -62,6 +62,13 @@ FOUR: dict[str, Case] = {
     "qwen ring, ZeRO 3": case("qwen", 3, mesh=CP, sequence_parallel={"attention": "ring"}),
     "gpt2 ring, recomputed": case("gpt2x4", 2, "zb-v", recompute=True, mesh=CP, sequence_parallel={"attention": "ring"}),
     "gemma (window) ulysses": case("gemma", 1, mesh=CP),
+    "qwen (tied) tp, dualpipe-v": case("qwen4", 1, "dualpipe-v", mesh=TP, gradient_accumulation_steps=4),
+    "qwen (tied) ring, dualpipe-v": case(
+        "qwen4", 2, "dualpipe-v", mesh=CP, sequence_parallel={"attention": "ring"}, gradient_accumulation_steps=5
+    ),
+    "list tp+sp, dualpipe-v, recomputed": case(
+        "list", 3, "dualpipe-v", recompute=True, mesh=TP, tensor_parallel=SP, gradient_accumulation_steps=4
+    ),
     "list tp": case("list", 1, mesh=TP),
     "list tp+sp, two stages a rank": case("list", 2, "interleaved", 2, mesh=TP, tensor_parallel=SP),
     "list ring, recomputed": case("list", 3, recompute=True, mesh=CP, sequence_parallel={"attention": "ring"}),
@@ -109,17 +116,18 @@ def four(folder: str) -> list[dict[str, Any]]:
     return run_ranks(_everything, 4, folder, timeout=280)
 
 
-def want(kind: str) -> Result:
+def want(kind: str, micros: int = MICRO) -> Result:
     if kind == "list":
         model: Any = listed(1)
-        return reference(model, 1, model)
+        return reference(model, 1, model, micros=micros)
     model = build(kind)
-    return reference(model, 1, lambda ids: model(input_ids=ids, use_cache=False).logits)
+    return reference(model, 1, lambda ids: model(input_ids=ids, use_cache=False).logits, micros=micros)
 
 
 @pytest.mark.parametrize("label", FOUR)
 def test_two_stages_of_two_ranks_follow_one_process(four: list[dict[str, Any]], label: str) -> None:
-    compare([found["train"][label] for found in four], want(FOUR[label]["kind"]))
+    made = FOUR[label]
+    compare([found["train"][label] for found in four], want(made["kind"], made["config"]["gradient_accumulation_steps"]))
 
 
 # --- bytes, random numbers ------------------------------------------------------------------------------------------------

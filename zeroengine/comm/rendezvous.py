@@ -28,6 +28,11 @@ class Place:
     agent_store: bool  # the launcher keeps the store, no rank does
     attempt: str
 
+    @property
+    def endpoint(self) -> str:
+        """`host:port`, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, mpi: bool) -> Place | None:
     """Reads torchrun's variables (with `mpi`: an MPI launcher's where those lack). None: a single process."""
@@ -47,7 +52,10 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
         )
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Place(rank, world_size, env["MASTER_ADDR"], _integer(env, "MASTER_PORT", 0), agent, attempt)
+    host = env["MASTER_ADDR"]
+    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as it is written before a port
+        host = host[1:-1]
+    return Place(rank, world_size, host, _integer(env, "MASTER_PORT", 0), agent, attempt)
 
 
 def meet(place: Place, timeout: timedelta) -> dist.Store:
@@ -85,7 +93,7 @@ def _await_listener(place: Place, timeout: timedelta) -> None:
             error = refused
             time.sleep(0.1)
     raise RankError(
-        f"rank {place.rank}: nothing listens on {place.host}:{place.port} since {timeout.total_seconds():.0f} s "
+        f"rank {place.rank}: nothing listens on {place.endpoint} since {timeout.total_seconds():.0f} s "
         f"({error}); rank 0 did not start or a firewall is between: look at the output of rank 0"
     )
 
@@ -124,7 +132,7 @@ def _check_identity(store: dist.Store, place: Place) -> None:
     store.set(f"world/{place.rank}", str(place.world_size))
     if same_rank > 1:
         raise RankError(
-            f"rank {place.rank}: another process has already joined as rank {place.rank} on {place.host}:{place.port}; "
+            f"rank {place.rank}: another process has already joined as rank {place.rank} on {place.endpoint}; "
             f"either RANK is set alike twice or another job meets on this port. {_PORT_REMEDY}"
         )
     if place.agent_store or place.rank == 0:
@@ -132,13 +140,13 @@ def _check_identity(store: dist.Store, place: Place) -> None:
     deadline = time.monotonic() + _HANDSHAKE_SECONDS
     while not store.check(["world/0"]):
         if time.monotonic() > deadline:
-            raise RankError(f"rank {place.rank}: the store on {place.host}:{place.port} is not kept by rank 0 of this job. " + _PORT_REMEDY)
+            raise RankError(f"rank {place.rank}: the store on {place.endpoint} is not kept by rank 0 of this job. " + _PORT_REMEDY)
         time.sleep(0.05)
     theirs = int(store.get("world/0"))
     if theirs != place.world_size:
         raise RankError(
             f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {theirs} on rank 0 at "
-            f"{place.host}:{place.port}; the ranks were started differently, or another job meets on this port. " + _PORT_REMEDY
+            f"{place.endpoint}; the ranks were started differently, or another job meets on this port. " + _PORT_REMEDY
         )
 
 

@@ -21,7 +21,7 @@ from zeroengine.engine.mechanism import Mechanism, compute_dtype
 from zeroengine.engine.parallel import reduction_factor
 from zeroengine.engine.pipeline_stages import StageComms, StageReducers, Ties
 from zeroengine.engine.pipeline_weights import PipelineWeightMethods
-from zeroengine.errors import ConfigError, ModelError
+from zeroengine.errors import ConfigError, ModelError, OffloadError
 from zeroengine.mesh import Mesh
 from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.monitor.observer import Watch
@@ -235,11 +235,13 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._ran = checked
         self.module.draw = self.global_steps * self.mesh.control.size + self.mesh.control.rank
         try:
-            self.last_run = self._executor.run(checked, feed)
+            with self.mechanism.placement.going_on():
+                self.last_run = self._executor.run(checked, feed)
         finally:
             self._labels = {}
             self._sharing.clear()
             self.mechanism.sharder.end_backward()
+        self._agree_on_values()
         self._check_heard()
         scale = self.optimizer.scaler.scale if self.optimizer is not None and checked.schedule.trains else 1.0
         mean = torch.zeros(1, dtype=torch.float64)
@@ -248,6 +250,14 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             mean = table.sum().view(1) / self._loss_factor
         self._comms.control.broadcast(mean, self.module.placement[-1], "loss").wait()
         return mean[0].float().to(self.device)
+
+    def _agree_on_values(self) -> None:
+        """Raises `OffloadError` on all ranks if one could not read the weights of a stage. Collective where a disk is used."""
+        try:
+            self.mechanism.placement.agree(self.mesh.control, "a pass through the stages", "Nothing was changed")
+        except OffloadError:
+            self.mechanism.reducer.forget()
+            raise
 
     def _check_heard(self) -> None:
         """Raises `ModelError` on all stages if attention ran on the slices of a shared sequence. Collective in the first pass."""

@@ -141,14 +141,15 @@ class Crew:
         member.state = State.GREETED
         own = self._job.transport == "none" and member.remote  # it has the plan from its own command line
         member.send({
-            "do": "prepare", "mark": self._mark(member), "timeout": self._job.node_timeout if member.remote else 0.0,
+            "do": "prepare", "mark": self._marks(member)[-1], "former": self._marks(member)[:-1], "timeout": self._job.node_timeout if member.remote else 0.0,
             "plan": None if own else dataclasses.asdict(self._job.plan), "slots": member.host.slots, "chosen": member.host.chosen,
             "cwd": os.getcwd(), "remote": member.remote, "env": self._job.env if member.remote and not own else {},
             "proof": proof(self._transport.token, event["nonce"], "launcher"),
         })  # fmt: skip
 
-    def _mark(self, member: Member) -> str:
-        return f"{self._id}.{member.index}"
+    def _marks(self, member: Member) -> list[str]:
+        """Of the host's processes, for each time that it was started. What is left of one time must not be taken for the next."""
+        return [f"{self._id}.{member.index}-{time}" for time in range(member.times + 1)]
 
     def _identify(self, coming: Member, event: Message) -> Member | None:
         """Which host has dialled; None for one that is not of this job."""
@@ -321,6 +322,9 @@ class Crew:
                 address = network.route(self.address_of(others[0])).source
             except OSError as error:
                 raise ZeroEngineError(f"no route to {others[0].name}: {error.strerror}; give --master-addr") from None
+        if address is not None and network.is_for_one_link(address):
+            told = f"the address of {first.name} is {address}, which other hosts reach through interfaces of other names"
+            raise ZeroEngineError(f"{told}; give one of the network between the hosts with --master-addr")
         if address is None or (network.is_loopback(address) and any(m.remote and not self._is_loopback(m) for m in others)):
             raise ZeroEngineError(f"the address of {first.name} for the other hosts is not known; give it with --master-addr")
         return address
@@ -363,5 +367,6 @@ class Crew:
         for member in (*self.members, *self._coming):
             member.detach()
             if not member.remote:
-                processes.end_all(self._mark(member), (), 1.0)
+                for mark in self._marks(member):
+                    processes.end_all(mark, (), 1.0)
         self._transport.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,10 @@ def expand(name: str) -> tuple[str, ...]:
     if ":" in name:
         if not _IPV6.fullmatch(name):
             raise ValueError(f"{name!r} is no IPv6 address")
-        return (name,)
+        try:
+            return (str(ipaddress.IPv6Address(name)),)  # one of the several ways to write it, so that hosts can be told apart
+        except ValueError:
+            raise ValueError(f"{name!r} is no IPv6 address") from None
     names = [""]
     end = 0
     for found in _RANGE.finditer(name):

@@ -32,6 +32,7 @@ class Member:
         self.address: str | None = None
         self.nproc = 0
         self.retrying = False  # it was lost, and is called back
+        self.times = 0  # that it was started anew
         self.tail = b""
         self.inbound: int | None = None
         self.errors: int | None = None  # the standard error of what carries the link
@@ -117,6 +118,7 @@ class Member:
     def again(self) -> None:
         """A lost host is to be started anew."""
         self.state, self.why, self.tail, self.decoder = State.WAITING, "", b"", Decoder()
+        self.times += 1
         self.since = self.heard = time.monotonic()
         self._trip = float("inf")
 

@@ -25,8 +25,14 @@ class Route:
     loopback: bool
 
 
+def plain(host: str) -> str:
+    """A host without the brackets that some write around an IPv6 address."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") and ":" in host else host
+
+
 def resolve(host: str) -> str:
     """One address of a host, the same at each call: IPv4 before IPv6, then by value. Raises `ZeroEngineError`."""
+    host = plain(host)
     try:
         return str(ipaddress.ip_address(host.partition("%")[0]))
     except ValueError:
@@ -81,6 +87,12 @@ def is_local(host: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
+
+
+def is_for_one_link(address: str) -> bool:
+    """An IPv6 address (fe80::...) that needs the name of an interface beside it, which is another on each host."""
+    ip = ipaddress.ip_address(address)
+    return ip.version == 6 and ip.is_link_local
 
 
 def address_of(interface: str) -> str:

@@ -25,7 +25,7 @@ from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import processes
 from zeroengine.launcher.dialling import dial, read_token
 from zeroengine.launcher.link import GREETING, Decoder, LinkError, Message, Output, Writer, pack, pack_output
-from zeroengine.launcher.localrun import LocalRun, RankPipes, run_folder
+from zeroengine.launcher.localrun import SLACK, LocalRun, RankPipes, run_folder
 from zeroengine.launcher.plan import Part, Plan
 from zeroengine.launcher.preparing import Prepared, prepare
 from zeroengine.launcher.signals import ENDS
@@ -66,6 +66,8 @@ class Node:
         self._prepared: Prepared | None = None
         self._pipes: RankPipes | None = None
         self._run: LocalRun | None = None
+        self._former: list[str] = []  # marks of what an earlier node of this host may still be ending
+        self._patience = 0.0  # until when it may
         self._leaving = self._closed = False
         self._asked: list[int] = []  # signals to this process, of Slurm or MPI
         self._code = 1
@@ -116,6 +118,8 @@ class Node:
                 self._read_run()
             elif fd != self._out.fd:
                 self._forward(fd)
+        if self._former and not self._leaving:
+            self._say_ready()
         if self._asked and not self._leaving:  # the launcher then ends the other hosts too
             self._tell("asked", number=self._asked[0])
             self._code = 128 + self._asked[0]
@@ -176,7 +180,19 @@ class Node:
             return
         self._pipes = RankPipes(self._folder.name, self._prepared.plan.nproc)
         self._heard = time.monotonic()
-        self._tell("ready", nproc=self._prepared.plan.nproc, said=self._prepared.said)
+        self._former, self._patience = message["former"], self._heard + self._prepared.plan.grace + SLACK
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        """Once nothing is left of the time before this host was lost: two attempts must not run here at one time."""
+        if self._prepared is None:
+            return
+        left = [pid for mark in self._former for pid in processes.members(mark, ())]
+        if left and time.monotonic() > self._patience:
+            processes.send(left, signal.SIGKILL)
+        if not left:
+            self._former = []
+            self._tell("ready", nproc=self._prepared.plan.nproc, said=self._prepared.said)
 
     def _start(self, message: Message) -> None:
         if self._prepared is None or self._run is not None or self._leaving:

@@ -43,12 +43,11 @@ def _port(port: int) -> str | None:
     """Why nobody can listen on `port`, if so."""
     if not port:
         return None
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.strerror
+    both = socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both).close()
+    except OSError as error:
+        return error.strerror
     return None
 
 

@@ -248,6 +248,9 @@ def open_transport(job: Job) -> Transport:
         raise ZeroEngineError(f"--launcher {job.transport} needs {program}, which is not installed here ({PACKAGES[job.transport]})")
     if job.transport == "ssh":
         return Ssh(job)
+    if job.transport in ("pdsh", "mpi") and (bare := [h.name for h in job.hosts if ":" in h.name]):
+        told = f"--launcher {job.transport}: {program} cannot have the IPv6 address {bare[0]} in its list of hosts"
+        raise ZeroEngineError(f"{told}; give the host a name (in DNS or /etc/hosts), or use --launcher ssh")
     if job.transport == "mpi" and (odd := [h.name for h in job.hosts if h.user or h.port]):
         raise ZeroEngineError(f"--launcher mpi: user and port of {odd[0]} belong into ~/.ssh/config, where mpirun's ssh finds them")
     return OneCommand(job)

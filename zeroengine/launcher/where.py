@@ -45,6 +45,7 @@ def where(options: argparse.Namespace, nproc: int | None, environ: Mapping[str, 
             how = "give --hostfile, or --no-ssh where each host starts the command itself"
             raise ZeroEngineError(f"--nnodes {options.nnodes}: which hosts? {how}")
         return Where("local", hosts, master_port=options.master_port)
+    master = None if options.master_addr is None else network.plain(options.master_addr)
     hosts = schedulers.slurm_hosts(environ) if transport == "slurm" and options.hostfile is None else _from_file(options)
     low, high = nodes_of(options.nnodes)
     hosts = filtered(hosts, options.include, options.exclude)
@@ -54,9 +55,9 @@ def where(options: argparse.Namespace, nproc: int | None, environ: Mapping[str, 
         if len(hosts) < low:
             raise ZeroEngineError(f"--nnodes {options.nnodes}, but there are {len(hosts)} hosts")
         hosts, high = limited(hosts, min(high or low, len(hosts)), nproc), min(high or low, len(hosts))
-        return Where(transport, hosts, low, high, None, options.master_addr, options.master_port)
+        return Where(transport, hosts, low, high, None, master, options.master_port)
     hosts = limited(hosts, low, nproc)
-    return Where(transport, hosts, len(hosts), len(hosts), None, options.master_addr, options.master_port)
+    return Where(transport, hosts, len(hosts), len(hosts), None, master, options.master_port)
 
 
 def nodes_of(text: str | None) -> tuple[int | None, int | None]:
@@ -125,6 +126,7 @@ def _same_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Wh
         raise ZeroEngineError(f"--node-rank {rank}: the hosts are 0 to {high - 1}")
     if master is None and high > 1:
         raise ZeroEngineError("--no-ssh: where is host 0? Give --master-addr (no scheduler's variable says it)")
+    master = None if master is None else network.plain(master)
     for name in ("include", "exclude"):
         if getattr(options, name) is not None:
             raise ZeroEngineError(f"--{name} has no place beside --no-ssh: the hosts are those where the command is started")

@@ -26,9 +26,12 @@ class Faults:
         try:
             yield
         except OffloadError as error:
-            if self.first is None:
-                self.first = error
-                logger.error("%s", error)
+            self.keep(error)
+
+    def keep(self, error: OffloadError) -> None:
+        if self.first is None:
+            self.first = error
+            logger.error("%s", error)
 
     def note(self, text: str) -> None:
         """Keeps what is wrong without an exception."""

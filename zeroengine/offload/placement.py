@@ -89,6 +89,7 @@ class Placement(Places):
         self.faults = Faults()
         self.everyone: Communicator | None = None  # control over all ranks of a model that stages or layers spread further
         self.parked: Parked | None = None  # what `engine.offload_states` moved away as a whole
+        self.goes_on = False  # values that cannot be read are zeros for now: see `going_on`
         self._rank = rank
         self._files = files or FileRule()
         self._io: FileIO | None = None
@@ -188,6 +189,21 @@ class Placement(Places):
         """The same, of what only the ranks of `control` do."""
         if self.uses_disk:
             self.faults.agree(control, doing)
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Context of work in which other ranks wait for this one's messages, so that an error of its disk must not end it:
+        values that cannot be read are kept as a fault, and zeros in their place. Nothing that came of it may be used before the
+        ranks have agreed."""
+        self.goes_on = self.values_rule.tier == "nvme"
+        try:
+            yield
+        except Exception as error:
+            if self.goes_on and self.faults.first is not None:  # the zeros' fault
+                raise self.faults.first from error
+            raise
+        finally:
+            self.goes_on = False
 
     @property
     def uses_disk(self) -> bool:

@@ -139,8 +139,43 @@ def zb_h1(ranks: int, micro_batches: int, chunks: int) -> Orders:
 @schedule_rule("zb-v", v_shaped, (2,))
 def zb_v(ranks: int, micro_batches: int, chunks: int) -> Orders:
     """Two stages a rank, down and up again, so that the first rank has the loss as well and every rank holds the same (Qi et
-    al., "Pipeline Parallelism with Controllable Memory", 2024, V-ZB). At most 2 * ranks activations of half the size."""
+    al., "Pipeline Parallelism with Controllable Memory", 2024, V-ZB). At most 2 * ranks activations of half the size.
+
+    Where there are enough micro-batches it is the paper's pattern: whoever waits for a message has something else to compute until it
+    comes. With fewer an order is found by playing it through, in which a late message makes all wait."""
+    if micro_batches >= 2 * ranks - 1:
+        return tuple(_zb_v_rank(ranks, micro_batches, rank) for rank in range(ranks))
     return v_zero_bubble_orders(ranks, micro_batches)
+
+
+def _zb_v_rank(ranks: int, micro_batches: int, rank: int) -> tuple[Action, ...]:
+    below = ranks - rank
+    v = _VRank((rank, 2 * ranks - 1 - rank))
+    for _ in range(2 * below - 1):
+        v.forward(0)
+    for _ in range(rank):
+        v.forward(1)
+        v.forward(0)
+    for _ in range(below):
+        v.forward(1)
+        v.input_only(1)
+        v.weight()
+    for i in range(micro_batches - ranks):
+        if i <= micro_batches - 2 * ranks + rank:  # else all have begun
+            v.forward(0)
+        v.input_only(0)
+        v.weight()
+        v.forward(1)
+        v.input_only(1)
+        v.weight()
+    for _ in range(rank):
+        v.input_only(0)
+        v.input_only(1)
+    for _ in range(below):
+        v.input_only(0)
+        v.weight()
+    v.settle()
+    return tuple(v.order)
 
 
 @schedule_rule("dualpipe-v", v_shaped, (2,))

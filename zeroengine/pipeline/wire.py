@@ -41,6 +41,14 @@ class Layout:
     leaves: tuple[Any, ...]
     numel: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A `TreeSpec` travels as a tree that has it: torch warns of pickled ones."""
+        return _layout_like, (tree_unflatten([0] * len(self.leaves), self.spec), self.leaves, self.numel)
+
+
+def _layout_like(tree: Any, leaves: tuple[Any, ...], numel: int) -> Layout:
+    return Layout(tree_flatten(tree)[1], leaves, numel)
+
 
 def layout_of(tree: Any) -> tuple[Layout, list[Tensor]]:
     leaves, spec = tree_flatten(tree)

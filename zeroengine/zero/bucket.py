@@ -112,9 +112,13 @@ class Bucket:
                 self.home.bring()
                 self._lent, shard = True, self.placement.link.lend(self.shard)
             except OffloadError as error:
-                # The others must hear of it: another subject than theirs ends the gather on all ranks.
-                self._unread, shard = error, self.full.new_zeros(self.layout.shard_numel)
-                told = f" <{str(error)[:_TOLD]}> {_UNREAD}"
+                shard = self.full.new_zeros(self.layout.shard_numel)
+                if self.placement.goes_on:
+                    self.placement.faults.keep(error)
+                else:
+                    # The others must hear of it: another subject than theirs ends the gather on all ranks.
+                    self._unread = error
+                    told = f" <{str(error)[:_TOLD]}> {_UNREAD}"
             self.residency = Residency.GATHERING
             try:
                 self._work = self.comm.all_gather(self.full, shard, self.subject + told)
@@ -158,7 +162,7 @@ class Bucket:
         if was_shown and self.written():
             self.store(full)
             self.note_edit(digest(full))
-        elif was_shown:
+        elif was_shown and self.placement.faults.first is None:
             self._check_kept(full)
         self._pool.give(full)
 
@@ -232,7 +236,16 @@ class Bucket:
     def _check_kept(self, full: Tensor) -> None:
         """Writes through `.data` are not counted by torch; looked for in every so many releases, they do not stay unseen."""
         self._uses += 1
-        if self._uses % _CHECK_EVERY == 1 and not self.keeps(full):
+        if self._uses % _CHECK_EVERY != 1:
+            return
+        try:
+            kept = self.keeps(full)
+        except OffloadError as error:
+            if not self.placement.goes_on:
+                raise
+            self.placement.faults.keep(error)
+            return
+        if not kept:
             raise ModelError(
                 f"rank {self.comm.ranks[self.comm.rank]}: values of {self.subject} were changed through `.data` (or a view of "
                 "it) while they were gathered for a forward or backward, and such a change is lost when they are released; write "
