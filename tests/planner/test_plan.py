@@ -14,11 +14,12 @@ from zeroengine.errors import ConfigError
 from zeroengine.launcher.cli import main
 from zeroengine.planner.formulas import BlockShape, block_activations
 from zeroengine.planner.hardware import PRESETS, find_hardware, parse_memory
+from zeroengine.planner.known import KnownIntegers
 from zeroengine.planner.layouts import Choices, Job, Layout
 from zeroengine.planner.model import find_model
 from zeroengine.planner.passes import count_pass
 from zeroengine.planner.plan import Plan, Planner, Refused
-from zeroengine.planner.rehearsal import loss_of, one_document, rehearse
+from zeroengine.planner.rehearsal import loss_of, rehearse
 from zeroengine.planner.search import search
 from zeroengine.planner.show import placement
 from zeroengine.planner.stage import Shape, Workshop
@@ -33,10 +34,10 @@ def test_sums_over_blocks_and_samples_are_those_of_the_whole_model() -> None:
     """A model is rehearsed by one and two blocks and samples, and here by all of them."""
     made = find_model("gpt2", gpt2(5))
     (rank,) = Workshop(made).ranks(Config.load({"train_micro_batch_size_per_gpu": 1}), 1, Shape())
-    summed = rehearse([rank], made, 3, 64)[0][0].counted
+    summed = rehearse([rank], made, 3, 64).passes[0].counted
     with made.fake:
         given = made.inputs(3, 64)
-        with one_document():
+        with KnownIntegers():
             inputs = given.values()
             whole = count_pass(lambda: [loss_of(rank.module(**given, use_cache=False))], rank.module.parameters(), inputs, rank.fabric)
     for name in ("flops", "forward_flops", "saved"):
@@ -53,7 +54,7 @@ def test_formula_of_korthikanti_is_near_what_a_block_keeps(tp: int, recompute: b
     for layers in (2, 3):
         made = find_model("gpt2", gpt2(layers))
         ranks = Workshop(made).ranks(settings, tp, Shape(recompute=recompute))
-        kept.append(rehearse(ranks, made, 2, 256)[0][0].counted.saved)
+        kept.append(rehearse(ranks, made, 2, 256).passes[0].counted.saved)
     shape = BlockShape(256, 2, 128, 4)
     # torch keeps the inner tensors of gelu_new and both inputs of residual sums, which the paper's block does not
     assert block_activations(shape, tp=tp, recompute=recompute) <= (kept[1] - kept[0]) * 1.05

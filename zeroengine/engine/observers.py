@@ -28,10 +28,12 @@ _LARGEST = 10  # buckets in a snapshot
 
 
 def observe(engine: ReportMethods) -> None:
-    """Adds the observers that the configuration asks for: none, by default, but the line of progress. Collective where monitors or
-    records are asked for. Raises `ConfigError` on all ranks for what cannot be opened."""
+    """Adds the observers that the configuration asks for: none, by default, but the line of progress. Collective where monitors,
+    records or predictions are asked for. Raises `ConfigError` on all ranks for what cannot be opened."""
     settings, watch = engine.settings, engine.watch
     records = settings.monitor.run_dir is not None
+    if settings.monitor.plan is not None or settings.monitor.predicted is not None:
+        _together("the predictions of the run", engine.predictions)
     clock = StepClock() if settings.wall_clock_breakdown or records else None
     if clock is not None:
         watch.add(clock)

@@ -48,6 +48,7 @@ class ReportMethods:
     global_steps: int
     global_samples: int
     _counted_from: int = 0  # step at which the traffic was last reset
+    _predictions: dict[str, Any] | None = None
 
     if TYPE_CHECKING:
 
@@ -174,9 +175,11 @@ class ReportMethods:
         }
 
     def predictions(self) -> dict[str, Any]:
-        """What `monitor.plan` or `monitor.predicted` says of this run. Raises `ConfigError` where it is none."""
-        section = self.settings.monitor
-        return read_plan(section.plan, section.predicted)
+        """What `monitor.plan` or `monitor.predicted` says of this run; read once. Raises `ConfigError` for what is no prediction."""
+        if self._predictions is None:
+            section = self.settings.monitor
+            self._predictions = read_plan(section.plan, section.predicted)
+        return self._predictions
 
     def rank_facts(self) -> dict[str, Any]:
         """This rank's: its place, what it holds, and what is predicted of it. Bytes, of a step where they move."""

@@ -9,14 +9,14 @@ from typing import Any
 
 from zeroengine.monitor.page import render_page
 from zeroengine.monitor.plots import make_plots
-from zeroengine.monitor.record import RankRecord
+from zeroengine.monitor.record import RankRecord, moved_in
 from zeroengine.monitor.text import render_text
 
 PHASES = ("compute", "exposed communication", "optimizer", "idle")
 """They add up to the time of a step. Idle is waiting for the neighbours in a pipeline, and time outside of the engine."""
 _IN_STEP = ("activations", "working")
 """Kinds of memory that come and go in a step."""
-_WARM = 1  # steps that are left out of times: the first makes buffers, state and the order of buckets
+_WARM = 1  # steps that are left out of times and bytes: the first makes buffers, state and orders, and tells layouts
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def _traffic(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
             predicted.setdefault((stream, operation), []).append(sent)
     measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for r in records:
-        steps = max(len(r.steps), 1)
-        for key, moved in r.moved.items():
-            measured.setdefault(key, []).append((moved.sent / steps, moved.calls / steps))
+        steps = r.steps[_WARM:] or r.steps
+        for key, moved in moved_in(steps).items():
+            measured.setdefault(key, []).append((moved.sent / len(steps), moved.calls / len(steps)))
     waits = _mean_by_name([_over_steps(r, "streams") for r in records])
     dims = {stream: along for r in records for stream, along in r.start["streams"].items()}
     kinds = {stream: sum(other == stream for other, _ in measured) for stream, _ in measured}

@@ -202,8 +202,8 @@ def _traffic(read: Reader, document: Mapping[str, Any]) -> str:
     head = [("dimension", False), ("stream", False), ("operation", False), ("predicted", True), ("measured", True)]
     head += [("operations", True), ("waited", True)]
     return (
-        "<h2>Bytes by collective and dimension</h2><p>What a rank sends in a step, the mean over ranks and steps; waiting is for all "
-        "operations of a stream together.</p>" + _table(head, rows)
+        "<h2>Bytes by collective and dimension</h2><p>What a rank sends in a step, the mean over ranks and over all steps but the first. "
+        "Waiting is for all operations of a stream together.</p>" + _table(head, rows)
     )
 
 

@@ -68,13 +68,7 @@ class RankRecord:
     @property
     def moved(self) -> dict[tuple[str, str], Moved]:
         """By stream and kind of operation, over all steps."""
-        found: dict[tuple[str, str], Moved] = {}
-        for step in self.steps:
-            for stream, operation, nbytes, calls in step["moved"]:
-                total = found.setdefault((stream, operation), Moved())
-                total.sent += nbytes
-                total.calls += calls
-        return found
+        return moved_in(self.steps)
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The objects that this was made of, for another process."""
@@ -82,6 +76,17 @@ class RankRecord:
         yield self.rest
         yield from self.steps
         yield from (line for line in (self.timeline, self.kept) if line is not None)
+
+
+def moved_in(steps: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Moved]:
+    """By stream and kind of operation, over these steps."""
+    found: dict[tuple[str, str], Moved] = {}
+    for step in steps:
+        for stream, operation, nbytes, calls in step["moved"]:
+            total = found.setdefault((stream, operation), Moved())
+            total.sent += nbytes
+            total.calls += calls
+    return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
