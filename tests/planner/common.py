@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.planner_worker import after_each_forward
+from zeroengine.pipe import LayerSpec, PipelineModule
 from zeroengine.planner.hardware import PRESETS, Hardware
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.model import ModelSource, find_model
@@ -40,6 +41,29 @@ def source(kind: str) -> ModelSource:
         "vocab_size": VOCABULARY, "max_position_embeddings": 64,
     }  # fmt: skip
     return find_model(kind, {**sizes, **({"num_local_experts": 4, "num_experts_per_tok": 4} if kind == "mixtral" else {})})
+
+
+def plan_inputs(batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """The arguments of `Regression`, and a batch of `staged`."""
+    return {"x": torch.zeros(batch, sequence, 8), "target": torch.zeros(batch, sequence, 8)}
+
+
+class Regression(nn.Module):
+    """No model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), target)
+
+
+def staged(num_stages: int = 1, stage_rank: int = 0, schedule: str = "1f1b", activation_checkpoint_interval: int = 0) -> nn.Module:
+    return PipelineModule(
+        [LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages, nn.functional.mse_loss, schedule=schedule,
+        activation_checkpoint_interval=activation_checkpoint_interval, stage_rank=stage_rank,
+    )  # fmt: skip
 
 
 def job(ranks: int, batch: int, folder: str = "/nowhere") -> Job:

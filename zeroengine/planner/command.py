@@ -19,7 +19,7 @@ from zeroengine.planner.model import ModelSource, find_model
 from zeroengine.planner.plan import Plan, Planner
 from zeroengine.planner.predicted import with_predictions
 from zeroengine.planner.search import Found, search
-from zeroengine.planner.show import in_full, plain, sent_by_dim, summary, table
+from zeroengine.planner.show import in_full, plain, sent_by_dim, size, summary, table
 
 
 class _Parser(argparse.ArgumentParser):
@@ -140,6 +140,8 @@ def run(argv: Sequence[str]) -> int:
         return dry_run(source, job, _only(given, job), write)
     planner = Planner(source, job)
     found = search(planner, _choices(given), _progress() if sys.stderr.isatty() else lambda done, total: None)
+    if not found.tried:
+        raise _none_left(job)
     if given.json:
         write(json.dumps(_facts(found, job, given.top), indent=1) + "\n")
     else:
@@ -204,13 +206,20 @@ def _choices(given: argparse.Namespace) -> Choices:
 def _only(given: argparse.Namespace, job: Job) -> Layout:
     found = list(_choices(given).layouts(job))
     if not found:
-        raise ConfigError("--dry-run: the options leave no layout; the degrees must multiply to --gpus, and micro-batches to --batch")
+        raise _none_left(job)
     if len(found) > 1:
         raise ConfigError(
             f"--dry-run: the options leave {len(found)} layouts, from {found[0].show()} to {found[-1].show()}; it builds one, so give "
             "single values (--pp, --tp, --stage, --micro-batch, --recompute, --offload)"
         )
     return found[0]
+
+
+def _none_left(job: Job) -> ConfigError:
+    return ConfigError(
+        f"the options leave no layout: pp x dp-replicate x cp x tp must divide the {job.ranks} ranks (--gpus), and micro-batch x the ranks "
+        f"that read different data must divide the {job.batch} sequences of a step (--batch)"
+    )
 
 
 def _overrides(pairs: Iterable[str]) -> dict[str, Any]:
@@ -229,7 +238,7 @@ def _overrides(pairs: Iterable[str]) -> dict[str, Any]:
 def _tell(found: Found, job: Job, given: argparse.Namespace, write: Callable[[str], object]) -> None:
     hardware: Hardware = job.hardware
     batch = f"{job.batch} sequences of {job.sequence} tokens a step, {job.dtype}"
-    write(f"{given.model}: {job.ranks} ranks of {job.memory / 1e9:.0f} GB, {batch}\n")
+    write(f"{given.model}: {job.ranks} ranks of {size(job.memory)}, {batch}\n")
     write(f"{hardware.name}: {hardware.source}\n\n")
     if found.fitting:
         write(_drawn(*table(found.fitting, given.top)) + "\n\n")

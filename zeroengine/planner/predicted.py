@@ -23,7 +23,7 @@ def predictions(plan: Plan, fitting: Sequence[Plan] = ()) -> dict[str, Any]:
             "compute": max(time.pipeline - idle - time.inside, 0.0), "exposed communication": time.inside + time.exposed,
             "optimizer": time.update, "idle": idle,
         },
-        "memory": {"activations": memory.activations + memory.passing, "working": memory.working},
+        "memory": {"activations": memory.activations, "working": memory.working},
         "traffic": {str(rank.place): rank.sent for rank in plan.ranks},
         "others": [{"layout": p.layout.show(), "memory": p.fullest.memory.total, "seconds": p.time.total} for p in less],
     }  # fmt: skip
