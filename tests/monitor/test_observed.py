@@ -191,6 +191,29 @@ def test_the_command_makes_the_report_of_a_folder(folder: Path, ranks: list[dict
     assert document["traffic"] == live["traffic"] and document["time"] == live["time"] and document["plots"] == live["plots"]
 
 
+def test_records_of_a_run_that_failed(folder: Path, ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    """What was written is shown: a rank that never began, one that a crash cut short, one whose last line is half there."""
+    whole = folder / "stage1" / "run"
+    lines = (whole / "rank-00000.jsonl").read_text().splitlines()
+    for name in ("run.json", "rank-00000.jsonl", "rank-00001.jsonl"):
+        (tmp_path / name).write_text((whole / name).read_text())
+    (tmp_path / "rank-00001.jsonl").write_text("")
+    for kept in range(1, len(lines)):
+        (tmp_path / "rank-00000.jsonl").write_text("\n".join([*lines[:kept], lines[kept][: len(lines[kept]) // 2]]))
+        assert report_command([str(tmp_path)]) == 0
+        document = json.loads((tmp_path / "report.json").read_text())
+        assert not faults((tmp_path / "report.html").read_text(), document), kept
+        assert document["run"]["steps"] == sum('"kind": "step"' in line for line in lines[:kept])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        report_command([str(tmp_path), "--html", str(tmp_path / "nowhere" / "page.html")])
+    (tmp_path / "rank-00000.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no rank has written"):
+        report_command([str(tmp_path)])
+    (tmp_path / "run.json").write_text('{"world": ')
+    with pytest.raises(ConfigError, match="damaged"):
+        report_command([str(tmp_path)])
+
+
 def test_a_report_without_records_has_counters_and_layouts(ranks: list[dict[str, Any]]) -> None:
     got = ranks[0]["reset"]
     rows = [row for row in got["report"]["traffic"] if row["predicted"]]

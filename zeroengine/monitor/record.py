@@ -94,9 +94,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     with path.open() as file:
         for text in file:
             try:
-                found.append(json.loads(text))
+                line = json.loads(text)
             except ValueError:
                 break  # the process ended while it wrote
+            if isinstance(line, dict):
+                found.append(line)
     return found
 
 
@@ -156,6 +158,12 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[RankRecord]]:
             f"{folder} has no records of a run ({RUN_FILE}, {_RANK_FILE.format(0)}); give the folder that `monitor.run_dir` named in "
             "the configuration of the run"
         )
-    records = [RankRecord.of(read_lines(path)) for path in files]
-    run = json.loads((folder / RUN_FILE).read_text())
-    return run, [r for r in records if r.start and r.rank < run["world"]]
+    try:
+        run = json.loads((folder / RUN_FILE).read_text())
+        world = int(run["world"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{folder / RUN_FILE} is damaged ({type(error).__name__}: {error}); it is written when a run starts") from error
+    records = [r for r in (RankRecord.of(read_lines(path)) for path in files) if r.start and r.rank < world]
+    if not records:
+        raise ConfigError(f"{folder}: no rank has written its first record; the run ended before its engine was made")
+    return run, records
