@@ -8,7 +8,7 @@ from torch import nn
 from zeroengine.config.zero import ZeroSection
 from zeroengine.engine.accounting import BucketFacts, at_rest, at_stage, gathered_peak, of_step, travelling
 from zeroengine.engine.mechanism import Mechanism
-from zeroengine.optim.state import moments
+from zeroengine.optim.state import moments as kept_by
 from zeroengine.zero.policy import STAGES
 from zeroengine.zero.residency import slot_of
 
@@ -43,9 +43,11 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     return found
 
 
-def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
-    """Bytes at rest after a step that the layout predicts, for the kinds that live on."""
-    return at_rest(bucket_facts(mechanism), _moments(mechanism), _loose(module), *_buffers(mechanism))
+def planned_memory(module: nn.Module, mechanism: Mechanism, kept: int | None = None) -> dict[str, int]:
+    """Bytes at rest after a step that the layout predicts, for the kinds that live on. `kept`: tensors of a parameter's size that the
+    optimizer will keep, where there is none yet."""
+    moments = _moments(mechanism) if kept is None else kept
+    return at_rest(bucket_facts(mechanism), moments, _loose(module), *_buffers(mechanism))
 
 
 def planned_in_step(module: nn.Module, mechanism: Mechanism, zero: ZeroSection) -> dict[str, int]:
@@ -71,7 +73,7 @@ def _loose(module: nn.Module) -> int:
 
 
 def _moments(mechanism: Mechanism) -> int:
-    return moments(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
+    return kept_by(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
 
 
 def bucket_facts(mechanism: Mechanism) -> list[BucketFacts]:

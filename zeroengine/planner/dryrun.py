@@ -67,12 +67,7 @@ def build_rank(source: ModelSource, job: Job, layout: Layout, place: int) -> Bui
         fabric = Fabric("cpu")
         mesh = build_mesh(fabric, **mesh_degrees(settings, job.ranks, layout.pp).sizes(), ep=settings.mesh.ep)
         mechanism = _mechanism(source, settings, mesh, layout, place)
-        memory = planned_memory(mechanism.sharder.module, mechanism)
-        state = sum(
-            4 * moments_of(job.optimizer) * (b.layout.shard_numel if b.policy.shard_state else b.layout.padded)
-            for b in mechanism.buckets if b.trainable
-        )  # fmt: skip
-        memory["optimizer"] += state
+        memory = planned_memory(mechanism.sharder.module, mechanism, moments_of(job.optimizer))
         elements = sum(b.layout.numel for b in mechanism.buckets)
         fabric.close()
     return Built(place, rank, len(mechanism.buckets), elements, memory, time.monotonic() - start)

@@ -24,8 +24,8 @@ class Job:
     dtype: str = "bf16"
     optimizer: str = "AdamW"
     host_memory: float = float("inf")  # of one rank's share of its host
-    nvme_path: str = "/tmp/zeroengine"  # folder of state on a disk
     base: dict[str, Any] = field(default_factory=dict)
+    nvme_path: str = "/tmp/zeroengine"  # folder of state on a disk
 
 
 @dataclass(frozen=True)
