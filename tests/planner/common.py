@@ -59,6 +59,28 @@ class Regression(nn.Module):
         return nn.functional.mse_loss(self.layers(x), target)
 
 
+class Branches(Regression):
+    """Looks at values."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x, target)
+
+
+class Other(Regression):
+    """Takes other arguments than `plan_inputs` gives."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.layers(y).mean()  # type: ignore[no-any-return]
+
+
+class Broken(Regression):
+    """Has no memory for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("width 8 is odd today")
+
+
 def staged(num_stages: int = 1, stage_rank: int = 0, schedule: str = "1f1b", activation_checkpoint_interval: int = 0) -> nn.Module:
     return PipelineModule(
         [LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages, nn.functional.mse_loss, schedule=schedule,

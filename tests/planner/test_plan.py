@@ -144,6 +144,8 @@ WRONG = {
     "is no size of memory": ["--model", "gpt2", "--gpu-memory", "many"],
     "neither a file": ["--model", "gpt2", "--hardware", "z9000"],
     "write python:package.module:factory": ["--model", "python:tests.planner.common:nothing"],
+    "no causal language model of type t5": ["--model", "t5"],
+    "takes no such configuration": ["--model", "gpt2", "--set", "n_layer=many"],
     "leave 2 layouts": [
         "--model",
         "gpt2",
@@ -192,6 +194,15 @@ def test_models_of_a_factory(factory: str, fitting: tuple[str, ...], capsys: pyt
         assert (code == 0) == bool(plans)
         shown += [plan["layout"].split(";")[0] for plan in plans]
     assert tuple(shown) == fitting
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"), [("Branches", "looks at values of its tensors"), ("Other", "cannot be rehearsed"), ("Broken", "makes no model")]
+)
+def test_models_that_cannot_be_planned_are_refused_with_the_reason(factory: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpus", "1", "--recompute", "no", *FEW]
+    assert main(["plan", "--model", f"python:tests.planner.common:{factory}", *options]) == 1
+    assert why in capsys.readouterr().out
 
 
 def test_no_memory_is_enough_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
-from zeroengine.errors import ModelError
+from zeroengine.errors import ModelError, ZeroEngineError
 from zeroengine.parallel.stages import StageSharing
 from zeroengine.pipeline.causal_lm import PipelinedCausalLM, block_list
 from zeroengine.pipeline.module import PipelineModule
@@ -58,11 +59,18 @@ class Chain:
 def rehearse(ranks: list[PaperRank], source: ModelSource, micro: int, sequence: int) -> Chain:
     """Of all stages that `ranks` hold, in order, for micro-batches of `micro` sequences. Raises `ModelError` for a model that cannot be
     run without values."""
-    with KnownIntegers():
-        one = _chain(ranks, source, 1, sequence)
-        if micro == 1:
-            return one
-        two = _chain(ranks, source, 2, sequence)
+    try:
+        with KnownIntegers():
+            one = _chain(ranks, source, 1, sequence)
+            if micro == 1:
+                return one
+            two = _chain(ranks, source, 2, sequence)
+    except ZeroEngineError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(f"{source.name} looks at values of its tensors ({error}), and a plan has none") from error
+    except Exception as error:  # a forward may raise anything
+        raise ModelError(f"{source.name} cannot be rehearsed on {sequence} tokens: {type(error).__name__}: {error}") from error
     return one.plus(two.plus(one, -1.0), float(micro - 1))
 
 
