@@ -129,7 +129,10 @@ def test_command_writes_a_configuration_that_the_engine_reads(tmp_path: Path, ca
     assert settings.data_parallel_size(4) >= 1
     assert main(["plan", "--model", str(folder), *options, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["plans"][0]["config"] == json.loads(out.read_text())
+    config = json.loads(out.read_text())
+    monitor = config.pop("monitor")
+    assert facts["plans"][0]["config"] == config
+    assert monitor["run_dir"] == "runs/config" and monitor["predicted"]["layout"] == facts["plans"][0]["layout"]
 
 
 WRONG = {

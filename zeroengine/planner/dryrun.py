@@ -85,7 +85,8 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
         spread_experts(model, settings, mesh, groups, False, layers, sequences)
         return build_mechanism(model, settings, groups, trains=True, everyone=mesh.everyone)
     if not isinstance(model, PipelineModule):
-        model = split_model(model, layout.shape(), place)
+        with source.fake:  # the split runs the model once, and on fake tensors it looks at no values
+            model = split_model(model, layout.shape(), place)
     ties = Ties(model, StageComms.of(mesh), torch.device("meta"))
     stage_layers = share_stage_layers(model, settings, mesh, mesh.everyone)
     stage_sequences = share_stage_sequences(model, settings, mesh, trains=True)
