@@ -64,8 +64,11 @@ def test_bytes_of_every_collective_are_those_sent(name: str, measured: list[dict
 
 @pytest.mark.parametrize("name", common.LAYOUTS)
 def test_activations_are_those_that_autograd_keeps(name: str, measured: list[dict[str, Any]], plans: dict[str, Plan]) -> None:
+    layout = common.LAYOUTS[name][2]
+    message = layout.micro * common.SEQUENCE * 32 * 4 + 16 if layout.pp > 1 else 0  # one may have left already, or not yet
     for rank in plans[name].ranks:
-        assert measured[rank.rank][name]["activations"] == pytest.approx(rank.memory.activations, rel=0.03)
+        planned = rank.memory.activations
+        assert abs(measured[rank.rank][name]["activations"] - planned) <= 0.03 * planned + message
 
 
 def test_the_written_configuration_runs_and_its_report_has_what_was_predicted(written: Path, measured: list[dict[str, Any]]) -> None:
