@@ -145,7 +145,7 @@ def predicted_traffic(plan: Mapping[str, Any], place: int) -> Mapping[str, float
     as the last of those before it."""
     known = {int(at): sent for at, sent in plan.get("traffic", {}).items()}
     if place in known:
-        return known[place]  # type: ignore[no-any-return]
+        return known[place]
     before = [at for at in known if at < place]
     return known[max(before)] if before else {}
 
