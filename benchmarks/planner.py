@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=positive, default=4, help="blocks (default %(default)s)")
     add("--hidden", type=positive, default=256, help="width (default %(default)s)")
     add("--sequence", type=positive, default=128, help="tokens of a sequence (default %(default)s)")
-    add("--steps", type=positive, default=5, help="timed steps of each configuration (default %(default)s)")
+    add("--steps", type=positive, default=7, help="timed steps of each configuration (default %(default)s)")
     add("--hardware", default=None, help="file of `zerorun plan --measure` (default: measured now, on 2 and on 4 ranks)")
     add("--cases", default=None, help="numbers of the configurations, from 1, with commas (default: all)")
     add("--folder", default="/tmp", help="where offloaded state lies (default %(default)s)")
@@ -78,11 +78,11 @@ def _parser() -> argparse.ArgumentParser:
 def run_case(case: Case, hardware: Hardware, args: argparse.Namespace) -> dict[str, Any]:
     """Plan and measurement of one configuration."""
     model = {"kind": case.model, "layers": args.layers, "hidden": args.hidden}
-    job = Job(case.ranks, hardware.memory, args.sequence, case.batch, hardware, "fp32")
+    job = Job(case.ranks, hardware.memory, args.sequence, case.batch, hardware, "fp32", nvme_path=args.folder)
     plan = Planner(model_source(**model), job).plan(case.layout)
     if isinstance(plan, Refused):
         raise ValueError(f"{case.name}: {plan.why_not}")
-    config = {**case.layout.config(job, args.folder), "steps_per_print": None}
+    config = {**case.layout.config(job), "steps_per_print": None}
     arguments = {"model": model, "layout": asdict(case.layout), "config": config, "sequence": args.sequence, "micro": case.layout.micro}
     job_name = "benchmarks.planner_worker:PlanJob"
     with WorkerGroup(case.name, job_name, arguments, python=sys.executable, world=case.ranks, threads=1, timeout=args.timeout) as group:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if warning:
         say(warning)
     chosen = CASES if args.cases is None else tuple(CASES[int(n) - 1] for n in args.cases.split(","))
-    machines = {n: find_hardware(args.hardware) if args.hardware else measure(n) for n in sorted({c.ranks for c in chosen})}
+    machines = {n: find_hardware(args.hardware) if args.hardware else measure(n, args.folder) for n in sorted({c.ranks for c in chosen})}
     found = []
     for case in chosen:
         found.append(run_case(case, machines[case.ranks], args))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,10 +51,11 @@ class PlanJob:
         return {"rank": int(os.environ["RANK"])}
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """`steps` timed steps after two that are not, the first of which counts activations; memory and bytes are the last one's."""
+        """`steps` timed steps after two that are not; the second of those counts activations, when buffers and state are there. Memory and
+        bytes are the last one's."""
+        self._step()
         with Ledger(b.full for b in self.engine.mechanism.buckets if b.full is not None) as ledger:
             self._step(ledger)
-        self._step()
         fabric = self.engine.mesh.fabric
         seconds = []
         for _ in range(steps):
@@ -69,31 +72,43 @@ class PlanJob:
         generator = torch.Generator().manual_seed(self.engine.mesh.sample_group)
         accumulation = self.engine.batch.accumulation
         if self.layout["pp"] > 1:
-            self._watch_stages(ledger)
-            self.engine.train_batch(iter([self._batch(generator) for _ in range(accumulation)]))
+            with after_each_forward(self.engine, lambda: self._look(ledger)):
+                self.engine.train_batch(iter([self._batch(generator) for _ in range(accumulation)]))
             return
         for _ in range(accumulation):
             loss = self.engine(**self._batch(generator), use_cache=False)["loss"]
-            if ledger is not None:
-                self.activations = max(self.activations, ledger.alive())
+            self._look(ledger)
             self.engine.backward(loss)
             del loss
             self.engine.step()
 
-    def _watch_stages(self, ledger: Ledger | None) -> None:
-        """Looks at what is alive after each forward of a stage."""
-        for runner in self.engine._executor.runners.values():
-            plain = getattr(runner._forward, "plain", runner._forward)
-
-            def forward(stage: int, micro: int, x: Any, plain: Any = plain) -> Any:
-                output = plain(stage, micro, x)
-                if ledger is not None:
-                    self.activations = max(self.activations, ledger.alive())
-                return output
-
-            forward.plain = plain  # type: ignore[attr-defined]
-            runner._forward = forward
+    def _look(self, ledger: Ledger | None) -> None:
+        if ledger is not None:
+            self.activations = max(self.activations, ledger.alive())
 
     def _batch(self, generator: torch.Generator) -> dict[str, Tensor]:
         ids = torch.randint(0, VOCABULARY, (self.micro, self.sequence), generator=generator)
         return {"input_ids": ids, "labels": ids.clone()}
+
+
+@contextlib.contextmanager
+def after_each_forward(engine: Any, look: Callable[[], None]) -> Iterator[None]:
+    """Calls `look` after each forward of a stage of a pipeline."""
+    runners = list(engine._executor.runners.values())
+    plain = [runner._forward for runner in runners]
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(stage: int, micro: int, x: Any) -> Any:
+            output = forward(stage, micro, x)
+            look()
+            return output
+
+        return run
+
+    for runner, forward in zip(runners, plain, strict=True):
+        runner._forward = wrapped(forward)
+    try:
+        yield
+    finally:
+        for runner, forward in zip(runners, plain, strict=True):
+            runner._forward = forward

@@ -15,13 +15,14 @@ from zeroengine.errors import ConfigError, OutOfMemoryError
 from zeroengine.monitor.exhausted import DeviceOutOfMemoryError, Layout, explain, is_exhaustion, remedies
 
 MIB = 2**20
-PLANNED = {"parameters": 100 * MIB, "gradients": 100 * MIB, "optimizer": 200 * MIB}
+PLANNED = {"parameters": 100 * MIB, "gradients": 100 * MIB, "optimizer": 200 * MIB, "working": 0}
+AT_STAGE = {2: {**PLANNED, "gradients": 25 * MIB}, 3: {**PLANNED, "gradients": 25 * MIB, "parameters": 25 * MIB, "working": 10 * MIB}}
 
 
 def layout(**changes: Any) -> Layout:
     base: dict[str, Any] = {
-        "stage": 1, "shard_ranks": 4, "micro": 8, "accumulation": 2, "params_at": "none", "state_at": "none", "accelerator": True,
-        "bucket_elements": 10, "planned": PLANNED,
+        "stage": 1, "ranks": 4, "micro": 8, "accumulation": 2, "params_at": "none", "state_at": "none", "accelerator": True,
+        "planned": PLANNED, "at_stage": AT_STAGE,
     }  # fmt: skip
     return Layout(**{**base, **changes})
 
@@ -30,7 +31,7 @@ def test_remedies_name_keys_and_bytes_the_most_first() -> None:
     found = remedies(layout(), {}, 64 * MIB)
     assert [(r.text, r.saves) for r in found[:-1]] == [
         ("zero_optimization.offload_optimizer.device: cpu", 200 * MIB),
-        ("zero_optimization.stage: 3 (now 1)", 150 * MIB),
+        ("zero_optimization.stage: 3 (now 1)", 140 * MIB),
         ("zero_optimization.stage: 2 (now 1)", 75 * MIB),
         ("train_micro_batch_size_per_gpu: 4 (now 8) with gradient_accumulation_steps: 4, the same batch", 32 * MIB),
     ]
@@ -38,10 +39,10 @@ def test_remedies_name_keys_and_bytes_the_most_first() -> None:
 
 
 def test_remedies_that_cannot_help_are_not_named() -> None:
-    texts = [r.text for r in remedies(layout(stage=3, shard_ranks=1, micro=1, state_at="cpu", params_at="cpu"), {}, 0)]
+    texts = [r.text for r in remedies(layout(stage=3, at_stage={}, micro=1, state_at="cpu", params_at="cpu"), {}, 0)]
     assert len(texts) == 1
     assert "nvme with nvme_path" in remedies(layout(accelerator=False), {}, 0)[0].text
-    assert all("stage: " not in r.text for r in remedies(layout(shard_ranks=1), {}, 0))
+    assert all("stage: " not in r.text for r in remedies(layout(at_stage={2: PLANNED}), {}, 0))
     assert any("stage3_max_live_parameters" in r.text for r in remedies(layout(stage=3), {"working": 8}, 0))
 
 
@@ -65,11 +66,11 @@ class Hungry(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
         self.how = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.layer(x)
+        out = self.layers(x)
         if self.how == "tensor":
             torch.empty(1 << 58)
         elif self.how == "host":
@@ -87,7 +88,7 @@ def starve(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     config = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "steps_per_print": None,
-        "zero_optimization": {"stage": 1}, "monitor": {"run_dir": folder},
+        "zero_optimization": {"stage": 1, "bucket_size": 80}, "monitor": {"run_dir": folder},
     }  # fmt: skip
     engine = zeroengine.initialize(model=Hungry(), config=config)[0]
     for how in ("tensor", "host", "backward", "other", ""):

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from zeroengine.errors import ConfigError
 from zeroengine.monitor.command import run as report_command
 from zeroengine.monitor.document import assemble
-from zeroengine.monitor.record import RankRecord, read_plan, read_run
+from zeroengine.monitor.record import RankRecord, predicted_traffic, read_plan, read_run
 
 STAGES = ("0", "1", "2", "3")
 pytestmark = pytest.mark.ranks
@@ -136,6 +136,8 @@ def test_predicted_is_beside_measured(ranks: list[dict[str, Any]], stage: str) -
     memory = {row["kind"]: row for row in report["memory"]}
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind]["predicted"] == memory[kind]["measured"] == max(r[stage]["planned"][kind] for r in ranks)
+    kept = next(row for row in report["peak"] if row["kind"] == "activations")
+    assert kept["measured"] == max(kept["by_rank"]) > 2 * 10 * 17 * 4 and len(kept["by_rank"]) == 2
     assert memory["resident"]["measured"] > 2**20 and report["run"]["steps"] == STEPS
     rows = [row for row in report["traffic"] if row["predicted"]]
     assert sum(row["predicted"] for row in rows) == pytest.approx(got["planned traffic"], abs=4)
@@ -189,6 +191,29 @@ def test_the_command_makes_the_report_of_a_folder(folder: Path, ranks: list[dict
     assert document["traffic"] == live["traffic"] and document["time"] == live["time"] and document["plots"] == live["plots"]
 
 
+def test_records_of_a_run_that_failed(folder: Path, ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    """What was written is shown: a rank that never began, one that a crash cut short, one whose last line is half there."""
+    whole = folder / "stage1" / "run"
+    lines = (whole / "rank-00000.jsonl").read_text().splitlines()
+    for name in ("run.json", "rank-00000.jsonl", "rank-00001.jsonl"):
+        (tmp_path / name).write_text((whole / name).read_text())
+    (tmp_path / "rank-00001.jsonl").write_text("")
+    for kept in range(1, len(lines)):
+        (tmp_path / "rank-00000.jsonl").write_text("\n".join([*lines[:kept], lines[kept][: len(lines[kept]) // 2]]))
+        assert report_command([str(tmp_path)]) == 0
+        document = json.loads((tmp_path / "report.json").read_text())
+        assert not faults((tmp_path / "report.html").read_text(), document), kept
+        assert document["run"]["steps"] == sum('"kind": "step"' in line for line in lines[:kept])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        report_command([str(tmp_path), "--html", str(tmp_path / "nowhere" / "page.html")])
+    (tmp_path / "rank-00000.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no rank has written"):
+        report_command([str(tmp_path)])
+    (tmp_path / "run.json").write_text('{"world": ')
+    with pytest.raises(ConfigError, match="damaged"):
+        report_command([str(tmp_path)])
+
+
 def test_a_report_without_records_has_counters_and_layouts(ranks: list[dict[str, Any]]) -> None:
     got = ranks[0]["reset"]
     rows = [row for row in got["report"]["traffic"] if row["predicted"]]
@@ -218,17 +243,36 @@ def test_a_run_that_goes_on_from_a_checkpoint_replaces_what_it_runs_again() -> N
 
 def test_predictions_of_a_plan_stand_beside_what_is_measured(folder: Path, ranks: list[dict[str, Any]], tmp_path: Path) -> None:
     facts, records = read_run(folder / "stage1" / "run")
-    (tmp_path / "plan.json").write_text('{"time": {"compute": 0.25, "idle": 0}, "memory": {"activations": 4096, "optimizer": 5}}')
+    (tmp_path / "plan.json").write_text(
+        '{"time": {"compute": 0.25, "idle": 0}, "memory": {"activations": 4096, "optimizer": 5, "disk only": 7}}'
+    )
     report = assemble({**facts, "plan": read_plan(str(tmp_path / "plan.json"))}, records)
     assert [p["predicted"] for p in report.document["time"]["phases"]] == [0.25, None, None, 0]
-    memory = {row["kind"]: row for row in report.document["memory"]}
-    assert memory["activations"] == {"kind": "activations", "predicted": 4096, "measured": None, "by_rank": []}
+    memory = {row["kind"]: row for part in ("memory", "peak") for row in report.document[part]}
+    assert memory["activations"]["predicted"] == 4096 and memory["disk only"]["predicted"] == 7 and not memory["disk only"]["by_rank"]
     assert memory["optimizer"]["predicted"] == memory["optimizer"]["measured"], "the layout knows better"
     assert not faults(report.html(), report.document) and "250 ms" in report.text()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"time": [1]}', '{"memory": {"a": "b"}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"time": [1]}', '{"memory": {"a": "b"}}', '{"time": {"a": NaN}}', '{"traffic": {"first": {}}}', '{"others": [{}]}'],
+)
 def test_a_plan_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match="monitor.plan"):
         read_plan(str(tmp_path / "plan.json"))
+
+
+def test_a_plan_has_one_place() -> None:
+    assert read_plan(None) == {} and read_plan(None, {"time": {"compute": 1}})["time"] == {"compute": 1}
+    with pytest.raises(ConfigError, match="two places"):
+        read_plan("plan.json", {})
+    with pytest.raises(ConfigError, match="monitor.predicted"):
+        read_plan(None, {"memory": 3})
+
+
+def test_ranks_of_a_long_pipeline_that_the_plan_left_out() -> None:
+    plan = {"traffic": {"0": {"a.b": 1.0}, "1": {"a.b": 2.0}, "4": {"a.b": 3.0}, "7": {"a.b": 4.0}}}
+    assert [predicted_traffic(plan, place)["a.b"] for place in range(8)] == [1, 2, 2, 2, 3, 3, 3, 4]
+    assert not predicted_traffic({}, 3)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.planner_worker import after_each_forward
+from zeroengine.pipe import LayerSpec, PipelineModule
 from zeroengine.planner.hardware import PRESETS, Hardware
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.model import ModelSource, find_model
@@ -38,19 +43,62 @@ def source(kind: str) -> ModelSource:
     return find_model(kind, {**sizes, **({"num_local_experts": 4, "num_experts_per_tok": 4} if kind == "mixtral" else {})})
 
 
-def job(ranks: int, batch: int, hardware: Hardware | None = None) -> Job:
-    return Job(ranks, 80e9, SEQUENCE, batch, hardware or cpu(), "fp32")
+def plan_inputs(batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """The arguments of `Regression`, and a batch of `staged`."""
+    return {"x": torch.zeros(batch, sequence, 8), "target": torch.zeros(batch, sequence, 8)}
+
+
+class Regression(nn.Module):
+    """No model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), target)
+
+
+class Branches(Regression):
+    """Looks at values."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x, target)
+
+
+class Other(Regression):
+    """Takes other arguments than `plan_inputs` gives."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.layers(y).mean()  # type: ignore[no-any-return]
+
+
+class Broken(Regression):
+    """Has no memory for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("width 8 is odd today")
+
+
+def staged(num_stages: int = 1, stage_rank: int = 0, schedule: str = "1f1b", activation_checkpoint_interval: int = 0) -> nn.Module:
+    return PipelineModule(
+        [LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages, nn.functional.mse_loss, schedule=schedule,
+        activation_checkpoint_interval=activation_checkpoint_interval, stage_rank=stage_rank,
+    )  # fmt: skip
+
+
+def job(ranks: int, batch: int, folder: str = "/nowhere") -> Job:
+    return Job(ranks, 80e9, SEQUENCE, batch, cpu(), "fp32", nvme_path=folder)
 
 
 def cpu() -> Hardware:
     """A machine of which only the kind of device matters."""
-    from dataclasses import replace
-
     return replace(PRESETS["a100-80g"], device="cpu", name="cpu")
 
 
-def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Two steps of each layout: memory, bytes of the second step, and activations of one micro-batch."""
+def measured(rank: int, world: int, folder: str, written: str) -> dict[str, Any]:
+    """Two steps of each layout: memory, bytes and activations of the second. Then a run of the configuration `written` by the command."""
     import transformers
 
     import zeroengine
@@ -62,23 +110,67 @@ def measured(rank: int, world: int, folder: str) -> dict[str, Any]:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(source(kind).config)
         if layout.recompute:
             model.gradient_checkpointing_enable()  # type: ignore[operator]
-        engine, *_ = zeroengine.initialize(model=model, config=layout.config(job(world, batch), folder))
-        held = [b.full for b in engine.mechanism.buckets if b.full is not None]
-        activations = 0
-        for _ in range(2):
-            engine.mesh.fabric.forget_sent()
-            ids = torch.arange(layout.micro * SEQUENCE).view(layout.micro, SEQUENCE) % VOCABULARY
-            inputs = {"input_ids": ids, "labels": ids.clone()}
-            if layout.pp > 1:
-                engine.train_batch(iter([dict(inputs) for _ in range(engine.batch.accumulation)]))
-                continue
-            for _ in range(engine.batch.accumulation):
-                with Ledger(held) as ledger:
-                    loss = engine(**inputs, use_cache=False)["loss"]
-                    activations = ledger.alive()
-                engine.backward(loss)
-                del loss
-                engine.step()
+        engine, *_ = zeroengine.initialize(model=model, config=layout.config(job(world, batch, folder)))
+        _step(engine, layout.micro)
+        engine.mesh.fabric.forget_sent()
+        activations = _step(engine, layout.micro, [b.full for b in engine.mechanism.buckets if b.full is not None])
         found[name] = {"memory": engine.memory_report(), "sent": engine.mesh.fabric.sent(), "activations": activations}
         engine.destroy()
+    found["written"] = _run_written(written)
     return found
+
+
+def _run_written(path: str) -> dict[str, Any]:
+    """Six steps as the file says; the report, and what the error of a step without memory says."""
+    import transformers
+
+    import zeroengine
+    from zeroengine.errors import OutOfMemoryError
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(source("llama").config)
+    engine, *_ = zeroengine.initialize(model=model, config=path)
+    for _ in range(6):
+        _step(engine, engine.batch.micro)
+    report, told = engine.report(), ""
+    try:
+        with engine.watch.phase("forward"):
+            raise MemoryError("nothing left")
+    except OutOfMemoryError as error:
+        told = str(error)
+    layout = {
+        "degrees": engine.mesh.degrees.sizes(),
+        "stage": engine.settings.zero_optimization.stage,
+        "accumulation": engine.batch.accumulation,
+    }
+    engine.destroy()
+    return {"report": json.loads(report.json()), "text": report.text(), "page": report.html(), "told": told, **layout}
+
+
+def _step(engine: Any, micro: int, held: list[torch.Tensor] | None = None) -> int:
+    """One step; with `held` the most bytes that are alive after a forward, beside those."""
+    most = 0
+    ledger = Ledger(held or [])
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, ledger.alive())
+
+    count = engine.batch.accumulation
+    with contextlib.nullcontext() if held is None else ledger:
+        if engine.mesh.degrees.pp > 1:
+            with after_each_forward(engine, look):
+                engine.train_batch(iter([_inputs(micro) for _ in range(count)]))
+            return most
+        for _ in range(count):
+            loss = engine(**_inputs(micro), use_cache=False)["loss"]
+            look()
+            engine.backward(loss)
+            del loss
+            engine.step()
+    return most
+
+
+def _inputs(micro: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(micro * SEQUENCE).view(micro, SEQUENCE) % VOCABULARY
+    return {"input_ids": ids, "labels": ids.clone()}

@@ -88,3 +88,20 @@ def check_peer(name: str, size: int, rank: int, peer: int, subject: str) -> None
 def sent_share(nbytes: int, size: int) -> int:
     """(N-1)/N of `nbytes`, the bytes a rank sends in an all_gather, reduce_scatter, broadcast or all_to_all."""
     return nbytes * (size - 1) // size
+
+
+def all_reduce_share(tensor: Tensor, size: int) -> int:
+    """Bytes a rank sends in an all_reduce: it is cut into equal parts, padded, which are reduced and gathered."""
+    padded = -(-tensor.numel() // size) * size * tensor.element_size()
+    return 2 * sent_share(padded, size)
+
+
+def all_to_all_share(input: Tensor, splits: Sequence[int] | None, rank: int, size: int) -> int:
+    """Bytes that leave a rank in an all_to_all: all of `input` but its own block."""
+    kept = input.numel() // size if splits is None else splits[rank]
+    return (input.numel() - kept) * input.element_size()
+
+
+def exchange_share(values: Tensor, size: int) -> int:
+    """Bytes a rank sends in an exchange of control values, a row from each."""
+    return sent_share(values.nbytes * size, size)

@@ -131,8 +131,7 @@ class DirectCommunicator:
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_scale(self.name, tensor, scale, subject, op)
-        padded = -(-tensor.numel() // self.size) * self.size * tensor.element_size()
-        told = self._note("all_reduce", subject, tensor, 2 * checks.sent_share(padded, self.size), op)
+        told = self._note("all_reduce", subject, tensor, checks.all_reduce_share(tensor, self.size), op)
         handle = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
         return self._watched(told, DirectWork(handle, (tensor,), (lambda: tensor.mul_(scale)) if scale != 1.0 else None))
 
@@ -154,8 +153,7 @@ class DirectCommunicator:
     ) -> Work:
         checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
         uneven = input_splits is not None
-        kept = input_splits[self.rank] if input_splits is not None else input.numel() // self.size
-        sent = (input.numel() - kept) * input.element_size()
+        sent = checks.all_to_all_share(input, input_splits, self.rank, self.size)
         told = self._note("all_to_all", subject, input[:0] if uneven else input, sent, "uneven blocks" if uneven else "")
         receives = list(output_splits) if output_splits is not None else None
         sends = list(input_splits) if input_splits is not None else None
@@ -178,7 +176,7 @@ class DirectCommunicator:
         """Rows of all ranks, on the CPU. Blocks the host; `values` travels through the device."""
         mine = values.contiguous().view(-1).to(local_device())
         rows = mine.new_empty(self.size * mine.numel())
-        self._note("exchange", subject, mine, checks.sent_share(rows.nbytes, self.size))
+        self._note("exchange", subject, mine, checks.exchange_share(mine, self.size))
         handle = all_gather_single(rows, mine, group=self._group, async_op=True)
         DirectWork(handle, (rows, mine)).wait()
         return rows.view(self.size, *values.shape).cpu()

@@ -92,10 +92,10 @@ class TorchCommunicator:
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_scale(self.name, tensor, scale, subject, op)
-        padded = -(-tensor.numel() // self.size) * self.size * tensor.element_size()
         detail = op if scale == 1 else f"{op}, scale {scale:g}"
         mark = Fingerprint("all_reduce", subject, tensor.numel(), tensor.dtype, detail)
-        return self._issue(mark, 2 * self._share(padded), partial(self._transport.all_reduce, tensor, op, scale), tensor)
+        sent = checks.all_reduce_share(tensor, self.size)
+        return self._issue(mark, sent, partial(self._transport.all_reduce, tensor, op, scale), tensor)
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
@@ -113,13 +113,12 @@ class TorchCommunicator:
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
+        sent = checks.all_to_all_share(input, input_splits, self.rank, self.size)
         if input_splits is None or output_splits is None:
-            sent = self._share(input.nbytes)
             mark = Fingerprint("all_to_all", subject, input.numel(), input.dtype)
             run = partial(self._transport.all_to_all, output, input, None, None)
         else:
             sends, receives = tuple(input_splits), tuple(output_splits)
-            sent = (input.numel() - sends[self.rank]) * input.element_size()
             mark = Fingerprint("all_to_all", subject, 0, input.dtype, "uneven blocks")
             run = partial(self._uneven, output, input, receives, sends, mark)
         return self._issue(mark, sent, run, output, input)
@@ -142,7 +141,7 @@ class TorchCommunicator:
         values = values.detach().contiguous().view(-1)
         out = torch.empty(self.size, values.numel(), dtype=values.dtype)
         mark = Fingerprint("exchange", subject, values.numel(), values.dtype)
-        sent = self._share(values.nbytes * self.size)
+        sent = checks.exchange_share(values, self.size)
         self._issue(mark, sent, partial(self._transport.all_gather, out, values), values).wait()
         return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from zeroengine.config.spec import Section, ignored, key
-from zeroengine.config.values import Count, Flag, Integer, NonNegativeReal, PositiveInteger, PositiveReal, Strings, Text, choice
+from zeroengine.config.values import Count, Flag, Integer, NonNegativeReal, Params, PositiveInteger, PositiveReal, Strings, Text, choice
 
 _COUNTED = "recomputed forwards are counted as they run"
 _OLD = "write `flops_profiler.profile_step`"
@@ -111,7 +111,11 @@ class MonitorSection(Section):
     plan: Text | None = key(
         None,
         "JSON file with predictions to show beside what is measured: `time`, seconds of a step by phase (compute, exposed communication, "
-        "optimizer, idle), and `memory`, bytes by kind beyond those that the layout predicts.",
+        "optimizer, idle), `memory`, bytes by kind beyond those that the layout predicts, and `traffic`, for each pipeline rank bytes of a "
+        "step by `stream.operation`.",
         ours=True,
+    )
+    predicted: Params | None = key(
+        None, "The same predictions in place of a file; `zerorun plan --write` writes them here.", ours=True, open_below=True
     )
     loss_every: PositiveInteger = key(1, "Steps between two records of the loss and the experts' load.", ours=True)

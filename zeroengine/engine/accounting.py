@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from zeroengine.config.zero import ZeroSection
 from zeroengine.offload.buffers import padded, rounded
 from zeroengine.zero.gradients import GradientRule
 from zeroengine.zero.layout import BucketLayout
-from zeroengine.zero.policy import Policy
+from zeroengine.zero.policy import Policy, policy_for
+from zeroengine.zero.reducer import IN_FLIGHT
+from zeroengine.zero.window import GatherWindow
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,39 @@ def of_step(facts: Sequence[BucketFacts], accumulation: int) -> dict[str, int]:
         elif not b.policy.shard_params:
             count(f"{b.kind}.all_gather", b.layout.padded, b.dtype.itemsize, b.ranks)  # the updated values
     return {name: size for name, size in sent.items() if size}
+
+
+def gathered_peak(facts: Sequence[BucketFacts], zero: ZeroSection) -> int:
+    """Most bytes of gathered values: the engine's own window over the buckets in order, there and back."""
+    sharded = [b for b in facts if b.policy.shard_params]
+    if not sharded:
+        return 0
+    sizes = [b.layout.padded for b in sharded]
+    window = GatherWindow(sizes, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance, zero.stage3_max_live_parameters)
+    gathered: set[int] = set()
+    most = 0
+    for turn in range(2):  # the second pass knows the order
+        for phase, order in (("train", range(len(sizes))), ("backward", reversed(range(len(sizes))))):
+            window.restart(phase)
+            for index in order:
+                keep, fetch = window.visit(phase, index, gathered.__contains__)
+                gathered = (gathered & keep) | {index, *fetch}
+                if turn:
+                    most = max(most, sum(sharded[i].layout.padded * sharded[i].dtype.itemsize for i in gathered))
+            gathered = set()
+    return most
+
+
+def travelling(facts: Sequence[BucketFacts]) -> int:
+    """Whole gradients of buckets that are being added up and reduced at one time, where they are not kept whole anyway."""
+    sizes = sorted((b.layout.padded * b.rule.accumulate.itemsize for b in facts if b.rule and b.policy.shard_grads), reverse=True)
+    return sum(sizes[: IN_FLIGHT + 2])  # those in flight, the one that was launched, the one that is filled
+
+
+def at_stage(
+    facts: Sequence[BucketFacts], stage: int, moments: int, loose: int, zero: ZeroSection, value_buffers: int = 0, state_buffers: int = 0
+) -> dict[str, int]:
+    """`at_rest` of the same buckets at another `stage`; `working`: gathered values and gradients on their way, at their most."""
+    moved = [replace(b, policy=policy_for(stage)) for b in facts]
+    rest = at_rest(moved, moments, loose, value_buffers, state_buffers)
+    return {**rest, "working": gathered_peak(moved, zero) + travelling(moved)}

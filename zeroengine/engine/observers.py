@@ -28,10 +28,12 @@ _LARGEST = 10  # buckets in a snapshot
 
 
 def observe(engine: ReportMethods) -> None:
-    """Adds the observers that the configuration asks for: none, by default, but the line of progress. Collective where monitors or
-    records are asked for. Raises `ConfigError` on all ranks for what cannot be opened."""
+    """Adds the observers that the configuration asks for: none, by default, but the line of progress. Collective where monitors,
+    records or predictions are asked for. Raises `ConfigError` on all ranks for what cannot be opened."""
     settings, watch = engine.settings, engine.watch
     records = settings.monitor.run_dir is not None
+    if settings.monitor.plan is not None or settings.monitor.predicted is not None:
+        _together("the predictions of the run", engine.predictions)
     clock = StepClock() if settings.wall_clock_breakdown or records else None
     if clock is not None:
         watch.add(clock)
@@ -58,9 +60,9 @@ def explain_exhaustion(engine: ReportMethods, phase: str, error: BaseException) 
     zero, folder = engine.settings.zero_optimization, engine.settings.monitor.run_dir
     device, buckets = engine.mesh.fabric.device, engine.mechanism.buckets
     layout = Layout(
-        zero.stage, engine.mesh.shard_params.size, engine.batch.micro, engine.batch.accumulation, zero.offload_param.device,
-        zero.offload_optimizer.device, device.type != "cpu", max((b.layout.padded for b in buckets), default=0),
-        engine.planned_memory(),
+        zero.stage, engine.mesh.fabric.world_size, engine.batch.micro, engine.batch.accumulation, zero.offload_param.device,
+        zero.offload_optimizer.device, device.type != "cpu", report.planned_in_step(engine.module, engine.mechanism, zero),
+        report.planned_at_stages(engine.module, engine.mechanism, zero), engine.predictions().get("others", ()),
     )  # fmt: skip
     largest = sorted(((b.subject, b.layout.padded * b.dtype.itemsize) for b in buckets), key=lambda x: -x[1])[:_LARGEST]
     held = report.measured_memory(engine.module, engine.mechanism)

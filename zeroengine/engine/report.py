@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zeroengine.engine.accounting import BucketFacts, at_rest, of_step
+from zeroengine.config.zero import ZeroSection
+from zeroengine.engine.accounting import BucketFacts, at_rest, at_stage, gathered_peak, of_step, travelling
 from zeroengine.engine.mechanism import Mechanism
-from zeroengine.optim.state import moments
+from zeroengine.optim.state import moments as kept_by
+from zeroengine.zero.policy import STAGES
 from zeroengine.zero.residency import slot_of
 
 
@@ -41,12 +43,37 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     return found
 
 
-def planned_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
-    """Bytes at rest after a step that the layout predicts, for the kinds that live on."""
-    loose = sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
-    kept = moments(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
-    placement = mechanism.placement
-    return at_rest(bucket_facts(mechanism), kept, loose, placement.values_rule.buffers, placement.state_rule.buffers)
+def planned_memory(module: nn.Module, mechanism: Mechanism, kept: int | None = None) -> dict[str, int]:
+    """Bytes at rest after a step that the layout predicts, for the kinds that live on. `kept`: tensors of a parameter's size that the
+    optimizer will keep, where there is none yet."""
+    moments = _moments(mechanism) if kept is None else kept
+    return at_rest(bucket_facts(mechanism), moments, _loose(module), *_buffers(mechanism))
+
+
+def planned_in_step(module: nn.Module, mechanism: Mechanism, zero: ZeroSection) -> dict[str, int]:
+    """The same, and the most of gathered values and gradients on their way within a step, as `working`."""
+    facts = bucket_facts(mechanism)
+    return {**planned_memory(module, mechanism), "working": gathered_peak(facts, zero) + travelling(facts)}
+
+
+def planned_at_stages(module: nn.Module, mechanism: Mechanism, zero: ZeroSection) -> dict[int, dict[str, int]]:
+    """The same at each stage above this one."""
+    facts, kept, loose = bucket_facts(mechanism), _moments(mechanism), _loose(module)
+    return {stage: at_stage(facts, stage, kept, loose, zero, *_buffers(mechanism)) for stage in STAGES if stage > zero.stage}
+
+
+def _buffers(mechanism: Mechanism) -> tuple[int, int]:
+    """Host buffers for values and for state that live on a disk."""
+    return mechanism.placement.values_rule.buffers, mechanism.placement.state_rule.buffers
+
+
+def _loose(module: nn.Module) -> int:
+    """Bytes of parameters in no bucket."""
+    return sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
+
+
+def _moments(mechanism: Mechanism) -> int:
+    return kept_by(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
 
 
 def bucket_facts(mechanism: Mechanism) -> list[BucketFacts]:

@@ -23,7 +23,7 @@ from zeroengine.monitor.comms import CommsLogger
 from zeroengine.monitor.document import Report, assemble
 from zeroengine.monitor.metrics import Monitors
 from zeroengine.monitor.observer import Step, Watch
-from zeroengine.monitor.record import RankRecord, read_lines, read_plan
+from zeroengine.monitor.record import RankRecord, predicted_traffic, read_lines, read_plan
 from zeroengine.monitor.recorder import Recorder, moved_so_far, resident
 from zeroengine.monitor.trace import TorchTrace
 from zeroengine.zero.tensor import whole_shape
@@ -48,6 +48,7 @@ class ReportMethods:
     global_steps: int
     global_samples: int
     _counted_from: int = 0  # step at which the traffic was last reset
+    _predictions: dict[str, Any] | None = None
 
     if TYPE_CHECKING:
 
@@ -170,12 +171,20 @@ class ReportMethods:
             "model": type(self.module).__name__,
             "batch": {"train": self.batch.train, "micro": self.batch.micro, "accumulation": self.batch.accumulation},
             "config": self.settings.to_dict(self.batch),
-            "plan": read_plan(self.settings.monitor.plan),
+            "plan": self.predictions(),
         }
+
+    def predictions(self) -> dict[str, Any]:
+        """What `monitor.plan` or `monitor.predicted` says of this run; read once. Raises `ConfigError` for what is no prediction."""
+        if self._predictions is None:
+            section = self.settings.monitor
+            self._predictions = read_plan(section.plan, section.predicted)
+        return self._predictions
 
     def rank_facts(self) -> dict[str, Any]:
         """This rank's: its place, what it holds, and what is predicted of it. Bytes, of a step where they move."""
-        traffic = report.planned_traffic(self.mechanism, self.batch.accumulation)
+        traffic = dict(predicted_traffic(self.predictions(), self.mesh.coordinate("pp")))
+        traffic |= report.planned_traffic(self.mechanism, self.batch.accumulation)  # the layout knows better
         streams = {comm.name: self.dims_of(comm.ranks) for comm in self.mesh.fabric.communicators if comm.size > 1}
         return {
             "rank": self.mesh.rank,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroengine.errors import ConfigError
 from zeroengine.monitor.document import assemble
 from zeroengine.monitor.record import read_run
 
@@ -21,7 +22,12 @@ def run(argv: Sequence[str]) -> int:
     facts, records = read_run(args.run_dir)
     report = assemble(facts, records)
     page, figures = args.html or args.run_dir / "report.html", args.json or args.run_dir / "report.json"
-    page.write_text(report.html(), encoding="utf-8")
-    figures.write_text(report.json() + "\n", encoding="utf-8")
+    for path, text in ((page, report.html()), (figures, report.json() + "\n")):
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror}; give files in a folder that is there (--html, --json)"
+            ) from error
     sys.stdout.write(f"{report.text()}\n{page}\n{figures}\n")
     return 0

@@ -9,12 +9,14 @@ from typing import Any
 
 from zeroengine.monitor.page import render_page
 from zeroengine.monitor.plots import make_plots
-from zeroengine.monitor.record import RankRecord
+from zeroengine.monitor.record import RankRecord, moved_in
 from zeroengine.monitor.text import render_text
 
 PHASES = ("compute", "exposed communication", "optimizer", "idle")
 """They add up to the time of a step. Idle is waiting for the neighbours in a pipeline, and time outside of the engine."""
-_WARM = 1  # steps that are left out of times: the first makes buffers, state and the order of buckets
+_IN_STEP = ("activations", "working")
+"""Kinds of memory that come and go in a step."""
+_WARM = 1  # steps that are left out of times and bytes: the first makes buffers, state and orders, and tells layouts
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ def assemble(run: Mapping[str, Any], records: Sequence[RankRecord]) -> Report:
             "parameters": _parameters(records), "steps": max((len(r.steps) for r in records), default=0),
         },
         "memory": _memory(records, run.get("plan", {}).get("memory", {})),
+        "peak": _peak(records, run.get("plan", {}).get("memory", {})),
         "traffic": _traffic(records),
         "time": _time(records, run.get("plan", {}).get("time", {})),
         "experts": _experts(records),
@@ -59,6 +62,7 @@ def _parameters(records: Sequence[RankRecord]) -> int:
 
 def _memory(records: Sequence[RankRecord], plan: Mapping[str, float]) -> list[dict[str, Any]]:
     """`plan`: predictions for kinds that the layouts say nothing of."""
+    plan = {kind: size for kind, size in plan.items() if kind not in _IN_STEP}
     kinds = dict.fromkeys(kind for r in records for kind in (*r.start["predicted"]["memory"], *r.rest.get("memory", ()), *plan))
     rows = []
     for kind in kinds:
@@ -72,6 +76,19 @@ def _memory(records: Sequence[RankRecord], plan: Mapping[str, float]) -> list[di
     return [row for row in rows if row["predicted"] or row["measured"]]
 
 
+def _peak(records: Sequence[RankRecord], plan: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The most that a rank held within one step."""
+    measured = {
+        "activations": [r.kept["activations"] for r in records if r.kept is not None],
+        "working": [max(kinds.get("working", 0) for _, _, kinds in r.timeline["memory"]) for r in records if r.timeline],
+    }
+    rows = [
+        {"kind": kind, "predicted": plan.get(kind), "measured": max(measured[kind], default=None), "by_rank": measured[kind]}
+        for kind in _IN_STEP
+    ]
+    return [row for row in rows if row["predicted"] or row["measured"]]
+
+
 def _traffic(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
     predicted: dict[tuple[str, str], list[int]] = {}
     for r in records:
@@ -79,9 +96,9 @@ def _traffic(records: Sequence[RankRecord]) -> list[dict[str, Any]]:
             predicted.setdefault((stream, operation), []).append(sent)
     measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for r in records:
-        steps = max(len(r.steps), 1)
-        for key, moved in r.moved.items():
-            measured.setdefault(key, []).append((moved.sent / steps, moved.calls / steps))
+        steps = r.steps[_WARM:] or r.steps
+        for key, moved in moved_in(steps).items():
+            measured.setdefault(key, []).append((moved.sent / len(steps), moved.calls / len(steps)))
     waits = _mean_by_name([_over_steps(r, "streams") for r in records])
     dims = {stream: along for r in records for stream, along in r.start["streams"].items()}
     kinds = {stream: sum(other == stream for other, _ in measured) for stream, _ in measured}

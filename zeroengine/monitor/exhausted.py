@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 
 from zeroengine.errors import OutOfMemoryError, ZeroEngineError
 from zeroengine.monitor.recorder import resident
-from zeroengine.monitor.words import aligned, in_bytes
+from zeroengine.monitor.words import aligned, in_bytes, in_seconds
 
 _CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
 
-_SHARDED = ("optimizer", "gradients", "parameters")  # by the stage that cuts it
+
+_ELSEWHERE = ("disk", "host")  # kinds that are not on the device
 
 
 class DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
@@ -27,18 +28,20 @@ class DeviceOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the remedies follow from: the stage, ranks of a shard group, samples of a micro-batch, micro-batches of a step, where
-    parameters and state live ("none": on the device), whether the device is an accelerator, bytes by kind that are planned."""
+    """What the remedies follow from: the stage, ranks of the job, samples of a micro-batch, micro-batches of a step, where
+    parameters and state live ("none": on the device), whether the device is an accelerator, bytes by kind that are planned, with what is
+    gathered and on its way at its most as `working`, and the same for the stages above; other layouts that a plan of the job has."""
 
     stage: int
-    shard_ranks: int
+    ranks: int
     micro: int
     accumulation: int
     params_at: str
     state_at: str
     accelerator: bool
-    bucket_elements: int
     planned: Mapping[str, int]
+    at_stage: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    others: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,11 @@ def is_exhaustion(error: BaseException) -> bool:
 
 def remedies(layout: Layout, held: Mapping[str, int], beyond: int) -> list[Remedy]:
     """What would help, the most first. `beyond`: bytes that the process held or asked for beyond the kinds: activations, mostly."""
-    n, planned = layout.shard_ranks, layout.planned
+    planned = layout.planned
     found = []
-    saved = 0
-    for stage in range(layout.stage + 1, 4):
-        saved += planned.get(_SHARDED[stage - 1], 0) * (n - 1) // n
-        if saved:
+    for stage, there in layout.at_stage.items():
+        saved = sum(planned.get(kind, 0) - size for kind, size in there.items() if kind not in _ELSEWHERE)
+        if saved > 0:
             found.append(Remedy(f"zero_optimization.stage: {stage} (now {layout.stage})", saved))
     away = "cpu" if layout.accelerator else "nvme"
     path = "" if layout.accelerator else " with nvme_path"
@@ -88,6 +90,10 @@ def remedies(layout: Layout, held: Mapping[str, int], beyond: int) -> list[Remed
             )
         )
     found.sort(key=lambda r: -(r.saves or 0))
+    found += [
+        Remedy(f"{o['layout']}, of zerorun plan: {in_bytes(o['memory'])} in all, {in_seconds(o['seconds'])} a step", None)
+        for o in layout.others
+    ]
     found.append(Remedy("activation checkpointing in the model (model.gradient_checkpointing_enable() for transformers)", None))
     return found
 
@@ -97,7 +103,7 @@ def explain(
     largest: Sequence[tuple[str, int]],
 ) -> OutOfMemoryError:  # fmt: skip
     """The error to raise in place of `error`. With a `folder` a snapshot is left there. `largest`: buckets and their bytes."""
-    total = sum(size for kind, size in held.items() if kind not in ("disk", "host"))
+    total = sum(size for kind, size in held.items() if kind not in _ELSEWHERE)
     now = resident(device)
     asked = _asked(str(error))
     found = remedies(layout, held, now + asked - total)
@@ -108,10 +114,11 @@ def explain(
     where = "" if left is None else f"\nSnapshot: {left}"
     options = "\n".join(f"  {r.text}" + ("" if r.saves is None else f": saves {in_bytes(r.saves)}") for r in found)
     kind = DeviceOutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else OutOfMemoryError
+    more = f"\n`zerorun plan` says which layouts of this job fit (zerorun plan --gpus {layout.ranks} --model ... --config ...)."
     return kind(
         f"rank {rank}: out of memory in {phase}: {str(error).strip() or type(error).__name__}\n"
         f"{aligned([['kind', 'planned', 'held'], *rows])}\nThe process holds {in_bytes(now)} in all. What would help, the most first:\n"
-        f"{options}{where}"
+        f"{options}{more}{where}"
     )
 
 

@@ -98,15 +98,18 @@ def _keys(entries: list[tuple[str, str]]) -> str:
     return "<p>" + "".join(f'<span class="key"><i style="background:{c}"></i>{name}</span>' for c, name in entries) + "</p>"
 
 
-def _memory(read: Reader, document: Mapping[str, Any]) -> str:
+def _kinds(read: Reader, where: str, count: int) -> str:
     rows = [
-        read.cell(f"memory.{i}.kind") + read.cell(f"memory.{i}.predicted", "bytes") + read.cell(f"memory.{i}.measured", "bytes")
-        for i in range(len(document["memory"]))
+        read.cell(f"{where}.{i}.kind") + read.cell(f"{where}.{i}.predicted", "bytes") + read.cell(f"{where}.{i}.measured", "bytes")
+        for i in range(count)
     ]
-    parts = [
-        "<h2>Memory by kind</h2><p>Of the fullest rank, between steps.</p>",
-        _table([("kind", False), ("predicted", True), ("measured", True)], rows),
-    ]
+    return _table([("kind", False), ("predicted", True), ("measured", True)], rows)
+
+
+def _memory(read: Reader, document: Mapping[str, Any]) -> str:
+    parts = ["<h2>Memory by kind</h2><p>Of the fullest rank, between steps.</p>", _kinds(read, "memory", len(document["memory"]))]
+    if document["peak"]:
+        parts += ["<p>The most of the fullest rank within a step.</p>", _kinds(read, "peak", len(document["peak"]))]
     plot = document["plots"].get("memory")
     if plot is not None:
         parts.append(
@@ -199,8 +202,8 @@ def _traffic(read: Reader, document: Mapping[str, Any]) -> str:
     head = [("dimension", False), ("stream", False), ("operation", False), ("predicted", True), ("measured", True)]
     head += [("operations", True), ("waited", True)]
     return (
-        "<h2>Bytes by collective and dimension</h2><p>What a rank sends in a step, the mean over ranks and steps; waiting is for all "
-        "operations of a stream together.</p>" + _table(head, rows)
+        "<h2>Bytes by collective and dimension</h2><p>What a rank sends in a step, the mean over ranks and over all steps but the first. "
+        "Waiting is for all operations of a stream together.</p>" + _table(head, rows)
     )
 
 

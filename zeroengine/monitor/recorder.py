@@ -13,6 +13,7 @@ import torch
 
 from zeroengine.comm.fabric import Fabric
 from zeroengine.comm.listening import Movement
+from zeroengine.monitor.alive import Alive
 from zeroengine.monitor.observer import Observer, Step
 from zeroengine.monitor.phases import StepClock
 from zeroengine.monitor.record import RUN_FILE, rank_file
@@ -74,6 +75,7 @@ class Recorder(Observer):
         self._before = moved_so_far(fabric)
         self._told: list[Any] = []
         self._traced = _Traced(self._sample) if timeline_step == 1 else None
+        self._kept: _Kept | None = None
         self._write("start", **engine.rank_facts())
 
     # --- the step whose timeline is kept ----------------------------------------------------------------------------
@@ -81,8 +83,12 @@ class Recorder(Observer):
     def phase_begins(self, name: str, detail: str, now: float) -> None:
         if self._traced is not None:
             self._traced.begins(name, detail, now)
+        if self._kept is not None:
+            self._kept.begins(name)
 
     def phase_ends(self, name: str, detail: str, now: float) -> None:
+        if self._kept is not None:
+            self._kept.ends()
         if self._traced is not None:
             self._traced.ends(now)
 
@@ -117,9 +123,12 @@ class Recorder(Observer):
         if moved != self._told:
             self._told = line["moved"] = moved
         self._write("step", **line)
+        if self._kept is not None:
+            self._write("kept", number=step.number, activations=self._kept.most)
+            self._kept = None
         if self._traced is not None:
             self._write("timeline", **self._traced.record(step.number, self._offset))
-            self._traced = None
+            self._traced, self._kept = None, _Kept()
         elif self._steps + 1 == self._timeline_step:
             self._traced = _Traced(self._sample)
         if self._steps in (1, self._timeline_step) or self._steps % _REST_EVERY == 0:
@@ -151,6 +160,27 @@ def _difference(now: Moving, before: Moving) -> list[Any]:
         if calls > old_calls:
             found.append([stream, kind, sent - old_sent, calls - old_calls])
     return found
+
+
+class _Kept:
+    """The most bytes that tensors made in forward and backward took at the end of one of them: what a step keeps for backward. Looking at
+    every operation makes that one step slower."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._alive = Alive()
+        self._looks = False
+
+    def begins(self, name: str) -> None:
+        if name != "step":
+            self._alive.__enter__()
+            self._looks = True
+
+    def ends(self) -> None:
+        if self._looks:
+            self._alive.__exit__(None, None, None)
+            self.most = max(self.most, self._alive.alive())
+            self._looks = False
 
 
 class _Traced:

@@ -15,6 +15,7 @@ def render_text(document: Mapping[str, Any]) -> str:
         f"{run['model']}: {in_counts(run['parameters'])} parameters, ZeRO stage {run['stage']}, {run['dtype']}, {run['world']} ranks "
         f"({mesh}), {run['steps']} steps of {run['batch']['train']} samples",
         "Memory of the fullest rank between steps\n" + _memory(document["memory"]),
+        *(["The most of the fullest rank within a step\n" + _memory(document["peak"])] if document["peak"] else []),
         "Bytes that a rank sends in a step\n" + _traffic(document["traffic"]),
     ]
     time = document["time"]

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zeroengine.errors import ConfigError
+from zeroengine.pipeline.actions import ScheduleError
+from zeroengine.pipeline.schedules import find_rule
 from zeroengine.planner.hardware import PRESETS, Hardware, find_hardware, parse_memory
 from zeroengine.planner.layouts import Choices, Job, Layout
 from zeroengine.planner.model import ModelSource, find_model
 from zeroengine.planner.plan import Plan, Planner
+from zeroengine.planner.predicted import with_predictions
 from zeroengine.planner.search import Found, search
-from zeroengine.planner.show import in_full, plain, sent_by_dim, summary, table
+from zeroengine.planner.show import in_full, plain, sent_by_dim, size, summary, table
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,12 +27,42 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} ({self.prog} --help)")
 
 
+def _positive(text: str) -> int:
+    """A number from 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer of 1 or more")
+    return int(text)
+
+
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.split(","))
+    return tuple(_positive(n) for n in text.split(","))
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+def _stages(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in _words("0", "1", "2", "3")(text))
+
+
+def _words(*known: str) -> Callable[[str], tuple[str, ...]]:
+    """Some of `known`, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(word.strip() for word in text.split(","))
+        for word in found:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def _schedules(text: str) -> tuple[str, ...]:
+    names = tuple(word.strip() for word in text.split(","))
+    for name in names:
+        try:
+            find_rule(name)
+        except ScheduleError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,16 +73,16 @@ def build_parser() -> argparse.ArgumentParser:
     add = job.add_argument
     add("--model", help="folder with config.json, its path, a model type of transformers, or python:package.module:factory")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="attribute of the model's configuration; repeatable")
-    add("--gpus", type=int, default=8, help="ranks (default %(default)s)")
+    add("--gpus", type=_positive, default=8, help="ranks (default %(default)s)")
     add("--gpu-memory", default=None, metavar="SIZE", help="of one, as 80GB (default: what the hardware has)")
     add("--host-memory", default=None, metavar="SIZE", help="of a host, for offloading (default: not looked at)")
-    add("--sequence", type=int, default=None, help="tokens of a sequence (default: the model's longest, at most 4096)")
-    add("--batch", type=int, default=None, help="sequences of a step over all ranks (default: 4 for each rank)")
+    add("--sequence", type=_positive, default=None, help="tokens of a sequence (default: the model's longest, at most 4096)")
+    add("--batch", type=_positive, default=None, help="sequences of a step over all ranks (default: 4 for each rank)")
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="type of weights (default %(default)s)")
     add("--optimizer", default="AdamW", help="its name in the configuration (default %(default)s)")
     add("--config", default=None, metavar="FILE", help="configuration whose other keys the plan keeps")
     add("--hardware", default="a100-80g", help=f"{', '.join(PRESETS)}, or a file of --measure (default %(default)s)")
-    add("--gpus-per-node", type=int, default=None, help="default: what the hardware says")
+    add("--gpus-per-node", type=_positive, default=None, help="default: what the hardware says")
     tried = parser.add_argument_group("what is tried (numbers separated by commas)")
     add = tried.add_argument
     for name in ("pp", "tp"):
@@ -57,18 +90,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cp", type=_numbers, default=(1,), help="default: 1")
     add("--ep", type=_numbers, default=(1,), help="default: 1")
     add("--dp-replicate", type=_numbers, default=(1,), help="default: 1")
-    add("--stage", type=_numbers, default=(0, 1, 2, 3), help="ZeRO stages (default: all)")
+    add("--stage", type=_stages, default=(0, 1, 2, 3), help="ZeRO stages (default: all)")
     add("--micro-batch", type=_numbers, default=(1, 2, 4, 8), help="default: 1,2,4,8")
-    add("--recompute", type=_words, default=("no", "yes"), help="default: no,yes")
-    add("--offload", type=_words, default=("none", "cpu"), help="none, cpu, nvme (default: none,cpu)")
-    add("--schedule", type=_words, default=("1f1b",), help="pipeline schedules (default: 1f1b)")
-    add("--attention", type=_words, default=("ulysses",), help="with cp: ulysses, ring (default: ulysses)")
-    add("--split-sequences", type=_words, default=("no",), help="with tp: Megatron's sequence parallelism: no, yes (default: no)")
+    add("--recompute", type=_words("no", "yes"), default=("no", "yes"), help="default: no,yes")
+    add("--offload", type=_words("none", "cpu", "nvme"), default=("none", "cpu"), help="none, cpu, nvme (default: none,cpu)")
+    add("--schedule", type=_schedules, default=("1f1b",), help="pipeline schedules (default: 1f1b)")
+    add("--attention", type=_words("ulysses", "ring"), default=("ulysses",), help="with cp: ulysses, ring (default: ulysses)")
+    add(
+        "--split-sequences",
+        type=_words("no", "yes"),
+        default=("no",),
+        help="with tp: Megatron's sequence parallelism: no, yes (default: no)",
+    )
+    add("--nvme-path", default="/tmp/zeroengine", metavar="FOLDER", help="of state on a disk, also for --measure (default %(default)s)")
     told = parser.add_argument_group("what is told")
     add = told.add_argument
-    add("--top", type=int, default=10, help="rows of the table (default %(default)s)")
+    add("--top", type=_positive, default=10, help="rows of the table (default %(default)s)")
     add("--write", default=None, metavar="FILE", help="writes the configuration of the best layout")
-    add("--choose", type=int, default=1, help="another row of the table than the first")
+    add("--choose", type=_positive, default=1, help="another row of the table than the first")
     add("--json", action="store_true", help="for programs")
     add("--measure", default=None, metavar="FILE", help="measures this machine for --gpus ranks, writes FILE, and ends")
     add(
@@ -86,7 +125,8 @@ def run(argv: Sequence[str]) -> int:
     if given.measure is not None:
         from zeroengine.planner.measure import measure  # starts processes; nothing else needs it
 
-        measured = measure(given.gpus)
+        folder = Path(given.nvme_path)
+        measured = measure(given.gpus, str(folder) if folder.is_dir() else None)
         measured.save(given.measure)
         write(f"{measured.name}: {measured.source}\nwrote {given.measure}\n")
         return 0
@@ -100,15 +140,29 @@ def run(argv: Sequence[str]) -> int:
         return dry_run(source, job, _only(given, job), write)
     planner = Planner(source, job)
     found = search(planner, _choices(given), _progress() if sys.stderr.isatty() else lambda done, total: None)
+    if not found.tried:
+        raise _none_left(job)
     if given.json:
         write(json.dumps(_facts(found, job, given.top), indent=1) + "\n")
     else:
         _tell(found, job, given, write)
     if found.fitting and given.write:
         chosen = _chosen(found, given.choose)
-        Path(given.write).write_text(json.dumps(chosen.layout.config(job), indent=2) + "\n")
-        write(f"wrote {given.write}: {chosen.layout.show()}\n" + "".join(f"  {line}\n" for line in needs(chosen.layout, source)))
+        write(_written(Path(given.write), chosen, found, job) + "".join(f"  {line}\n" for line in needs(chosen.layout, source)))
     return 0 if found.fitting else 1
+
+
+def _written(path: Path, chosen: Plan, found: Found, job: Job) -> str:
+    """Writes the configuration; what to say of it. Raises `ConfigError` where it cannot."""
+    config = with_predictions(chosen.layout.config(job), chosen, found.fitting, f"runs/{path.stem}")
+    try:
+        path.write_text(json.dumps(config, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--write {path}: {error.strerror}; give a file in a folder that is there") from error
+    return (
+        f"wrote {path}: {chosen.layout.show()}\n"
+        f"  the run keeps records; zerorun report {config['monitor']['run_dir']} shows what is predicted here beside what was measured\n"
+    )
 
 
 def needs(layout: Layout, source: ModelSource) -> list[str]:
@@ -136,7 +190,9 @@ def _job(given: argparse.Namespace, source: ModelSource) -> Job:
 
         base = Config.load(given.config).to_dict()
     host = parse_memory(given.host_memory) / hardware.per_node if given.host_memory else float("inf")
-    return Job(given.gpus, memory, sequence, given.batch or 4 * given.gpus, hardware, given.dtype, given.optimizer, host, base)
+    return Job(
+        given.gpus, memory, sequence, given.batch or 4 * given.gpus, hardware, given.dtype, given.optimizer, host, base, given.nvme_path
+    )
 
 
 def _choices(given: argparse.Namespace) -> Choices:
@@ -150,8 +206,20 @@ def _choices(given: argparse.Namespace) -> Choices:
 def _only(given: argparse.Namespace, job: Job) -> Layout:
     found = list(_choices(given).layouts(job))
     if not found:
-        raise ConfigError("--dry-run: the options leave no layout; the degrees must multiply to --gpus, and micro-batches to --batch")
+        raise _none_left(job)
+    if len(found) > 1:
+        raise ConfigError(
+            f"--dry-run: the options leave {len(found)} layouts, from {found[0].show()} to {found[-1].show()}; it builds one, so give "
+            "single values (--pp, --tp, --stage, --micro-batch, --recompute, --offload)"
+        )
     return found[0]
+
+
+def _none_left(job: Job) -> ConfigError:
+    return ConfigError(
+        f"the options leave no layout: pp x dp-replicate x cp x tp must divide the {job.ranks} ranks (--gpus), and micro-batch x the ranks "
+        f"that read different data must divide the {job.batch} sequences of a step (--batch)"
+    )
 
 
 def _overrides(pairs: Iterable[str]) -> dict[str, Any]:
@@ -170,7 +238,7 @@ def _overrides(pairs: Iterable[str]) -> dict[str, Any]:
 def _tell(found: Found, job: Job, given: argparse.Namespace, write: Callable[[str], object]) -> None:
     hardware: Hardware = job.hardware
     batch = f"{job.batch} sequences of {job.sequence} tokens a step, {job.dtype}"
-    write(f"{given.model}: {job.ranks} ranks of {job.memory / 1e9:.0f} GB, {batch}\n")
+    write(f"{given.model}: {job.ranks} ranks of {size(job.memory)}, {batch}\n")
     write(f"{hardware.name}: {hardware.source}\n\n")
     if found.fitting:
         write(_drawn(*table(found.fitting, given.top)) + "\n\n")

@@ -27,7 +27,8 @@ from zeroengine.optim.state import moments_of
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.model import ModelSource
-from zeroengine.planner.show import seconds, size
+from zeroengine.planner.plan import Plan, Planner, Refused
+from zeroengine.planner.show import in_full, seconds, size
 from zeroengine.planner.stage import quiet, split_model
 
 
@@ -66,12 +67,7 @@ def build_rank(source: ModelSource, job: Job, layout: Layout, place: int) -> Bui
         fabric = Fabric("cpu")
         mesh = build_mesh(fabric, **mesh_degrees(settings, job.ranks, layout.pp).sizes(), ep=settings.mesh.ep)
         mechanism = _mechanism(source, settings, mesh, layout, place)
-        memory = planned_memory(mechanism.sharder.module, mechanism)
-        state = sum(
-            4 * moments_of(job.optimizer) * (b.layout.shard_numel if b.policy.shard_state else b.layout.padded)
-            for b in mechanism.buckets if b.trainable
-        )  # fmt: skip
-        memory["optimizer"] += state
+        memory = planned_memory(mechanism.sharder.module, mechanism, moments_of(job.optimizer))
         elements = sum(b.layout.numel for b in mechanism.buckets)
         fabric.close()
     return Built(place, rank, len(mechanism.buckets), elements, memory, time.monotonic() - start)
@@ -89,7 +85,8 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
         spread_experts(model, settings, mesh, groups, False, layers, sequences)
         return build_mechanism(model, settings, groups, trains=True, everyone=mesh.everyone)
     if not isinstance(model, PipelineModule):
-        model = split_model(model, layout.shape(), place)
+        with source.fake:  # the split runs the model once, and on fake tensors it looks at no values
+            model = split_model(model, layout.shape(), place)
     ties = Ties(model, StageComms.of(mesh), torch.device("meta"))
     stage_layers = share_stage_layers(model, settings, mesh, mesh.everyone)
     stage_sequences = share_stage_sequences(model, settings, mesh, trains=True)
@@ -98,7 +95,8 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
 
 
 def dry_run(source: ModelSource, job: Job, layout: Layout, write: Callable[[str], object], places: list[int] | None = None) -> int:
-    """Builds every pipeline rank (or those of `places`) and tells what it holds. The exit code: 1 where states alone do not fit."""
+    """Builds every pipeline rank (or those of `places`) and tells what it holds; then what the plan adds to it for a step. The exit code: 1
+    where something does not fit."""
     if (layout.offload, layout.offload_values) != ("none", "none"):
         raise ConfigError(f"a dry run has no host or disk to offload to ({layout.show()}); leave --offload at none")
     write(f"dry run: {layout.show()} on {job.ranks} ranks, one process, meta device\n")
@@ -113,6 +111,21 @@ def dry_run(source: ModelSource, job: Job, layout: Layout, write: Callable[[str]
             f"  pipeline rank {place} (rank {built.rank}): {built.elements:,} parameters in {built.buckets} buckets; {kinds}; "
             f"{size(held)} of {size(job.memory)} before activations: {fits}; {seconds(built.took)}\n"
         )
+    plan = Planner(source, job).plan(layout)
+    write("".join(f"{line}\n" for line in [*_in_step(plan), *(in_full(plan, job.hardware) if isinstance(plan, Plan) else ())]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     write(f"took {seconds(time.monotonic() - begin)} and {size(peak)} of memory on {os.uname().nodename}, torch {torch.__version__}\n")
-    return 0 if worst <= job.memory else 1
+    return 0 if worst <= job.memory and isinstance(plan, Plan) and plan.why_not is None else 1
+
+
+def _in_step(plan: Plan | Refused) -> Iterator[str]:
+    """What the ranks hold in a step."""
+    if isinstance(plan, Refused):
+        yield f"in a step: the engine refuses it: {plan.why_not}"
+        return
+    yield f"in a step of {plan.accumulation} micro-batches, with {size(plan.fullest.memory.reserved)} for context and fragments:"
+    for rank in plan.ranks:
+        kinds = rank.memory.kinds()
+        told = ", ".join(f"{kind} {size(kinds[kind])}" for kind in ("activations", "passing", "working", "buffers") if kinds[kind])
+        yield f"  pipeline rank {rank.place}: {told}; {size(rank.memory.total)} in all"
+    yield "does NOT fit: " + plan.why_not if plan.why_not is not None else "fits"

@@ -25,6 +25,7 @@ class Job:
     optimizer: str = "AdamW"
     host_memory: float = float("inf")  # of one rank's share of its host
     base: dict[str, Any] = field(default_factory=dict)
+    nvme_path: str = "/tmp/zeroengine"  # folder of state on a disk
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ class Layout:
     def shape(self) -> Shape:
         return Shape(self.schedule, self.virtual_stages, self.recompute, self.pp)
 
-    def config(self, job: Job, folder: str = "/tmp/zeroengine") -> dict[str, Any]:
+    def config(self, job: Job) -> dict[str, Any]:
         """The engine's configuration."""
         zero: dict[str, Any] = {"stage": self.stage}
         for key, device in (("offload_optimizer", self.offload), ("offload_param", self.offload_values)):
             if device != "none":
-                zero[key] = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
+                zero[key] = {"device": device, **({"nvme_path": job.nvme_path} if device == "nvme" else {})}
         degrees = {n: getattr(self, n) for n in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
         made: dict[str, Any] = {
             "train_batch_size": job.batch,

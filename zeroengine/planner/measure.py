@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import platform
 import socket
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,17 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import RankError
+from zeroengine.offload.buffers import host_bytes
+from zeroengine.ops.aio import READ, WRITE, file_io, sums_for
 from zeroengine.planner.hardware import Hardware
 from zeroengine.planner.passes import Ledger
 
 _TIMEOUT = 300.0
 _REPEATS = 5
+_LEAST = 0.08  # seconds of a repetition: long enough that ranks which share a core take turns on it, as they do in a step
+_DISK = 1 << 25  # bytes of the file
+_BLOCK = 1 << 20
 _SMALL, _LARGE = 1 << 12, 1 << 21  # elements of the collectives that latency and rate are fitted to
 
 
-def measure(ranks: int) -> Hardware:
-    """Starts `ranks` processes that measure together: they share cores, memory and links as those of a job do. Raises `RankError`
-    if one fails."""
+def measure(ranks: int, folder: str | None = None) -> Hardware:
+    """Starts `ranks` processes that measure together: they share cores, memory, links and the disk of `folder` (default: the system's for
+    temporary files) as those of a job do. Raises `RankError` if one fails."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -33,7 +40,7 @@ def measure(ranks: int) -> Hardware:
     pipes, processes = [], []
     for rank in range(ranks):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, ranks, port, there), daemon=True)
+        process = context.Process(target=_rank, args=(rank, ranks, port, folder or tempfile.gettempdir(), there), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -63,7 +70,7 @@ def _hardware(ranks: int, device: str, took: dict[str, float]) -> Hardware:
     what = f"measured on {platform.node()} with {ranks} ranks, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     return Hardware(
         f"this machine ({device})", device, float(memory), 1 / took["product"], 1 / took["product32"], 1 / took["memory"], 1 / took["host"],
-        rate, rate, latency, latency, 1 / took["link"], 0.5e9, took["operation"],
+        rate, rate, latency, latency, 1 / took["link"], 1 / took["disk"], took["operation"],
         per_node=max(ranks, 1), overlap=0.0 if device == "cpu" else 0.8, reserved=0.0 if device == "cpu" else 1e9, source=what,
     )  # fmt: skip
 
@@ -81,7 +88,7 @@ def _ram() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _rank(rank: int, ranks: int, port: int, pipe: Any) -> None:
+def _rank(rank: int, ranks: int, port: int, folder: str, pipe: Any) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -97,20 +104,23 @@ def _rank(rank: int, ranks: int, port: int, pipe: Any) -> None:
     comm = fabric.communicator("measure")
     barrier = fabric.communicator("measure control", control=True)
 
-    def together(work: Callable[[], object]) -> float:
-        """Seconds of the median run, all ranks at the same time."""
-        work()
-        taken = []
-        for _ in range(_REPEATS):
-            _settle(device)
-            barrier.barrier("measure")
-            start = time.perf_counter()
+    def timed(work: Callable[[], object], times: int) -> float:
+        _settle(device)
+        barrier.barrier("measure")
+        start = time.perf_counter()
+        for _ in range(times):
             work()
-            _settle(device)
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
+        _settle(device)
+        return (time.perf_counter() - start) / times
 
-    found: dict[str, Any] = {"device": device.type, **_computation(device, together)}
+    def together(work: Callable[[], object]) -> float:
+        """Seconds of one `work` while all ranks do it over and over: the median repetition."""
+        work()
+        mine = torch.tensor([_LEAST / max(timed(work, 1), 1e-7)], dtype=torch.float64)
+        times = max(1, round(float(barrier.exchange(mine, "repetitions").max())))  # all ranks alike: some of it is collective
+        return statistics.median(timed(work, times) for _ in range(_REPEATS))
+
+    found: dict[str, Any] = {"device": device.type, **_computation(device, together), "disk": _disk(folder, rank, together)}
     for name, numel in (("small", _SMALL), ("large", _LARGE)):
         full = comm.empty(numel // ranks * ranks, torch.empty(0, device=device)).zero_()
         shard = full[: numel // ranks].clone()
@@ -141,6 +151,35 @@ def _computation(device: torch.device, together: Callable[[Callable[[], object]]
         "operation": _operation(device, together),
         "link": together(lambda: start.to(device, copy=True)) / start.nbytes,
     }
+
+
+def _disk(folder: str, rank: int, together: Callable[[Callable[[], object]], float]) -> float:
+    """Seconds of a byte that is written and read again, past the page cache where the file system allows it, as offloaded state is."""
+    io = file_io(4, _BLOCK)
+    memory, sums = host_bytes(_DISK), sums_for(_DISK, _BLOCK)
+    path = os.path.join(folder, f"zeroengine-measure-{os.getpid()}-{rank}")
+    file = os.fdopen(_opened(path), "r+b", buffering=0)
+    try:
+
+        def there_and_back() -> None:
+            io.begin(WRITE, file, memory, 0, sums).wait()
+            io.begin(READ, file, memory, 0, sums).wait()
+
+        return together(there_and_back) / (2.0 * _DISK)
+    finally:
+        io.close()
+        file.close()
+        os.unlink(path)
+
+
+def _opened(path: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise RankError(f"zerorun plan --measure: {path}: {error.strerror}; give a folder for its file with --nvme-path") from error
+        return os.open(path, flags, 0o600)  # a file system without direct access
 
 
 def _operation(device: torch.device, together: Callable[[Callable[[], object]], float]) -> float:

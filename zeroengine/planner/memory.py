@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from zeroengine.config import Config
-from zeroengine.engine.accounting import BucketFacts, at_rest
+from zeroengine.engine.accounting import BucketFacts, at_rest, gathered_peak, travelling
 from zeroengine.pipeline.simulate import Timeline
-from zeroengine.planner.rehearsal import StagePass
-from zeroengine.zero.reducer import IN_FLIGHT
-from zeroengine.zero.window import GatherWindow
+from zeroengine.planner.rehearsal import Chain, StagePass
 
 FRAGMENTS = 0.03  # of what the allocator hands out: blocks that do not fit one another
 
@@ -57,7 +55,7 @@ def rank_memory(
     state = sum(m + sum(parts) for b in facts if b.state_on_host and b.state_in_memory and b.rule for m, parts in (b.state(moments),))
     on_host = any(b.values_on_host or b.state_on_host for b in facts)
     staging = rest["staging"]
-    working = gathered_peak(facts, settings) + travelling(facts)
+    working = gathered_peak(facts, zero) + travelling(facts)
     at_hand = rest["parameters"] - values + rest["gradients"] + rest["optimizer"] - state + working + activations + passing
     return Memory(
         parameters=rest["parameters"] - values, gradients=rest["gradients"], optimizer=rest["optimizer"] - state,
@@ -66,36 +64,37 @@ def rank_memory(
     )  # fmt: skip
 
 
-def gathered_peak(facts: Sequence[BucketFacts], settings: Config) -> float:
-    """Most bytes of gathered values: the engine's own window over the buckets in order, there and back."""
-    sharded = [b for b in facts if b.policy.shard_params]
-    if not sharded:
-        return 0.0
-    zero = settings.zero_optimization
-    sizes = [b.layout.padded for b in sharded]
-    window = GatherWindow(sizes, zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance, zero.stage3_max_live_parameters)
-    gathered: set[int] = set()
-    most = 0
-    for turn in range(2):  # the second pass knows the order
-        for phase, order in (("train", range(len(sizes))), ("backward", reversed(range(len(sizes))))):
-            window.restart(phase)
-            for index in order:
-                keep, fetch = window.visit(phase, index, gathered.__contains__)
-                gathered = (gathered & keep) | {index, *fetch}
-                if turn:
-                    most = max(most, sum(sharded[i].layout.padded * sharded[i].dtype.itemsize for i in gathered))
-            gathered = set()
-    return float(most)
+def pipeline_activations(timeline: Timeline, chain: Chain, rank: int) -> tuple[float, float]:
+    """(bytes of all micro-batches in flight at their most, what one pass needs beside) of a pipeline rank. A stage keeps what it was sent
+    until its backward; messages of the next computation are received meanwhile, and the last one to each neighbour may not have left. The
+    first stage has the inputs of all micro-batches, the last one their labels."""
+    passes, placement = chain.passes, timeline.schedule.placement
+    here = [p for p in passes if placement[p.stage] == rank]
+    arriving, leaving = _messages(passes, placement, rank)
+
+    def kept(stage: int) -> float:
+        apart = stage > 0 and placement[stage - 1] != rank
+        return passes[stage].counted.saved + (passes[stage - 1].forward_bytes if apart else 0.0)
+
+    held = timeline.peak_memory(rank, kept) + max(arriving, default=0.0) + sum(leaving.values())
+    if placement[0] == rank:
+        held += timeline.schedule.micro_batches * chain.inputs
+    if placement[-1] == rank and placement[0] != rank:
+        held += timeline.schedule.micro_batches * chain.labels
+    return held, max((p.counted.peak - p.counted.saved for p in here), default=0.0)
 
 
-def travelling(facts: Sequence[BucketFacts]) -> float:
-    """Whole gradients of buckets that are being added up and reduced at one time, where they are not kept whole anyway."""
-    sizes = sorted((b.layout.padded * b.rule.accumulate.itemsize for b in facts if b.rule and b.policy.shard_grads), reverse=True)
-    return float(sum(sizes[: IN_FLIGHT + 2]))  # those in flight, the one that was launched, the one that is filled
-
-
-def pipeline_activations(timeline: Timeline, passes: Sequence[StagePass], rank: int) -> tuple[float, float]:
-    """(bytes of all micro-batches in flight at their most, what one pass needs beside) of a pipeline rank."""
-    mine = [p.counted for p in passes if timeline.schedule.placement[p.stage] == rank]
-    held = timeline.peak_memory(rank, lambda stage: passes[stage].counted.saved)
-    return held, max((p.peak - p.saved for p in mine), default=0.0)
+def _messages(passes: Sequence[StagePass], placement: Sequence[int], rank: int) -> tuple[list[float], dict[int, float]]:
+    """Bytes of each message that comes to a pipeline rank, and of the largest to each neighbour."""
+    arriving: list[float] = []
+    leaving: dict[int, float] = {}
+    for before, after in zip(passes, passes[1:], strict=False):
+        sender, receiver = placement[before.stage], placement[after.stage]
+        if sender == receiver:
+            continue
+        for size, source, target in ((before.forward_bytes, sender, receiver), (after.backward_bytes, receiver, sender)):
+            if target == rank:
+                arriving.append(size)
+            elif source == rank:
+                leaving[target] = max(leaving.get(target, 0.0), size)
+    return arriving, leaving

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zeroengine.errors import ConfigError, ModelError
+from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
 from zeroengine.parallel.hf import is_transformers_model
 from zeroengine.pipeline.module import PipelineModule
 
@@ -38,17 +38,26 @@ class ModelSource:
         return {"num_stages", "stage_rank"} <= self.options
 
     def build(self, **options: Any) -> nn.Module:
-        """The model without memory for its values: fake tensors of the CPU, in training mode."""
+        """The model without memory for its values: fake tensors of the CPU, in training mode. Raises `ModelError`
+        where it cannot be made."""
         with self.fake:
-            model = self.make(**options)
+            model = self._made(options)
         if not isinstance(model, nn.Module):
             raise ModelError(f"{self.name} made a {type(model).__name__}; a plan needs an nn.Module")
         return model.train()
 
     def on_meta(self, **options: Any) -> nn.Module:
-        """The model on the meta device."""
+        """The model on the meta device. Raises `ModelError` where it cannot be made."""
         with torch.device("meta"):
-            return self.make(**options).train()
+            return self._made(options).train()
+
+    def _made(self, options: dict[str, Any]) -> nn.Module:
+        try:
+            return self.make(**options)
+        except ZeroEngineError:
+            raise
+        except Exception as error:  # a constructor may raise anything
+            raise ModelError(f"{self.name} makes no model: {type(error).__name__}: {error}") from error
 
     def sequence(self) -> int | None:
         """The longest sequence that the configuration names."""
@@ -93,7 +102,14 @@ def _transformers(name: str, values: dict[str, Any]) -> ModelSource:
             f"--model {name}: neither a folder with config.json, nor a model type of transformers, nor python:module:factory"
             if kind == name else f"--model {name}: transformers knows no model_type {kind!r}"
         )  # fmt: skip
-    config = transformers.AutoConfig.for_model(kind, **values)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:  # each model type checks its attributes in its own way
+        raise ConfigError(f"--model {name}: transformers takes no such configuration: {type(error).__name__}: {error}") from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"--model {name}: transformers has no causal language model of type {kind}; give a factory (python:module:factory)"
+        )
 
     def make() -> nn.Module:
         from transformers.initialization import no_init_weights

@@ -28,22 +28,20 @@ class PaperCommunicator(LocalCommunicator):
 
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)
-        return self._count("all_gather", full.nbytes)
+        return self._count("all_gather", checks.sent_share(full.nbytes, self.size))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
-        return self._count("reduce_scatter", full.nbytes)
+        return self._count("reduce_scatter", checks.sent_share(full.nbytes, self.size))
 
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.check_scale(self.name, tensor, scale, subject, op)
-        padded = -(-tensor.numel() // self.size) * self.size * tensor.element_size()
-        self.traffic.count("all_reduce", 2 * checks.sent_share(padded, self.size))
-        return Finished()
+        return self._count("all_reduce", checks.all_reduce_share(tensor, self.size))
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
-        return self._count("broadcast", tensor.nbytes)
+        return self._count("broadcast", checks.sent_share(tensor.nbytes, self.size))
 
     def all_to_all(
         self,
@@ -55,27 +53,22 @@ class PaperCommunicator(LocalCommunicator):
         input_splits: Sequence[int] | None = None,
     ) -> Work:
         checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
-        if input_splits is None or output_splits is None:
-            return self._count("all_to_all", input.nbytes)
-        self.traffic.count("all_to_all", (input.numel() - input_splits[self.rank]) * input.element_size())
-        return Finished()
+        return self._count("all_to_all", checks.all_to_all_share(input, input_splits, self.rank, self.size))
 
     def send(self, tensor: Tensor, dst: int, subject: str) -> Work:
         checks.check_peer(self.name, self.size, self.rank, dst, subject)
-        self.traffic.count("send", tensor.nbytes)
-        return Finished()
+        return self._count("send", tensor.nbytes)
 
     def recv(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.check_peer(self.name, self.size, self.rank, src, subject)
-        self.traffic.count("recv", 0)
-        return Finished()
+        return self._count("recv", 0)
 
     def exchange(self, values: Tensor, subject: str) -> Tensor:
-        self._count("exchange", values.nbytes * self.size)
+        self._count("exchange", checks.exchange_share(values, self.size))
         return values.detach().reshape(1, -1).expand(self.size, -1).clone()
 
-    def _count(self, kind: str, nbytes: int) -> Work:
-        self.traffic.count(kind, checks.sent_share(nbytes, self.size))
+    def _count(self, kind: str, sent: int) -> Work:
+        self.traffic.count(kind, sent)
         return Finished()
 
 

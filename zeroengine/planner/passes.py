@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from zeroengine.monitor.alive import Alive
 from zeroengine.planner.paper import PaperFabric
 
 _Numbers = Mapping[str, float]
@@ -50,16 +49,14 @@ class Pass:
         return self.plus(other, -1.0)
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(Alive):
     """Counts FLOPs and memory of what runs inside. Works on fake tensors, whose storages live and die like real ones.
 
     `known`: storages that are not counted (parameters). A matrix product is what torch's flop counter has a formula for.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self._known = {_address(t) for t in known}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        super().__init__(known)
         self.flops = self.touched = 0.0
         self.operations = 0
         self.peak = 0
@@ -79,23 +76,9 @@ class Ledger(TorchDispatchMode):
             inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self.touched += sum(map(_bytes, (*inputs, *outputs)))
             self.operations += 1
-        if not func.is_view and not func._schema.is_mutable:  # memory that was there is not made by a view or a write
-            for t in outputs:
-                self._see(t)
+        self.see(func, outputs)
         self.peak = max(self.peak, self.alive())
         return out
-
-    def alive(self) -> int:
-        """Bytes of all storages that were seen and live."""
-        self._alive = {a: (ref, size) for a, (ref, size) in self._alive.items() if not ref.expired()}
-        return sum(size for _, size in self._alive.values())
-
-    def _see(self, t: Tensor) -> None:
-        address = _address(t)
-        seen = self._alive.get(address)  # of memory that is gone since, perhaps: addresses come again
-        if address not in self._known and (seen is None or seen[0].expired()):
-            storage = t.untyped_storage()
-            self._alive[address] = StorageWeakRef(storage), storage.nbytes()
 
 
 def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
@@ -110,10 +93,6 @@ def _attention_flops(name: str, args: Any, kwargs: Any) -> float:
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (0.5 if causal else 1.0)
     width = q.shape[3] + v.shape[3]
     return 2.0 * pairs * width * (2.5 if backward else 1.0)
-
-
-def _address(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
 
 
 def _bytes(t: Tensor) -> int:

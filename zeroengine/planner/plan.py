@@ -21,7 +21,7 @@ from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.memory import Memory, pipeline_activations, rank_memory
 from zeroengine.planner.model import ModelSource
 from zeroengine.planner.paper import paper_mesh
-from zeroengine.planner.rehearsal import StagePass, rehearse
+from zeroengine.planner.rehearsal import Chain, StagePass, rehearse
 from zeroengine.planner.stage import PaperRank, Workshop
 from zeroengine.planner.time import StepTime, by_dim, exposed_time, run_schedule, sending_time, stage_times, update_time
 
@@ -75,7 +75,7 @@ class Planner:
         self.source, self.job = source, job
         self._workshop = Workshop(source)
         self._built: dict[Any, list[PaperRank] | ZeroEngineError] = {}
-        self._rehearsed: dict[int, tuple[list[StagePass], float]] = {}
+        self._rehearsed: dict[int, Chain] = {}
 
     def plan(self, layout: Layout) -> Plan | Refused:
         """Never raises for a layout that cannot be."""
@@ -94,14 +94,15 @@ class Planner:
             schedule = check(find_rule(layout.schedule).build(layout.pp, accumulation, layout.virtual_stages)).schedule
         ranks = self._ranks(layout, settings)
         described = [self._facts(rank, layout, settings) for rank in ranks]
-        passes, labels = self._passes(layout, ranks)
+        chain = self._chain(layout, ranks)
+        passes = chain.passes
         times, inside = stage_times(passes, mesh.degrees, job.hardware, job.dtype == "fp32", layout.ep)
         timeline = None
         if schedule is not None:
             message = max(p.forward_bytes for p in passes)
             timeline = run_schedule(schedule, times, sending_time("pipeline.send", message, 1.0, mesh.degrees, job.hardware))
         found = tuple(
-            self._rank_plan(rank, facts, loose, layout, settings, accumulation, passes, labels, timeline)
+            self._rank_plan(rank, facts, loose, layout, settings, accumulation, chain, timeline)
             for rank, (facts, loose) in zip(ranks, described, strict=True)
         )
         moments = moments_of(job.optimizer)
@@ -131,7 +132,7 @@ class Planner:
             raise found
         return found
 
-    def _passes(self, layout: Layout, ranks: list[PaperRank]) -> tuple[list[StagePass], float]:
+    def _chain(self, layout: Layout, ranks: list[PaperRank]) -> Chain:
         """Of `ranks`, those of this layout."""
         if layout.micro not in self._rehearsed:
             self._rehearsed[layout.micro] = rehearse(ranks, self.source, layout.micro, self.job.sequence)
@@ -143,15 +144,15 @@ class Planner:
 
     def _rank_plan(
         self, rank: PaperRank, facts: list[BucketFacts], loose: int, layout: Layout, settings: Config, accumulation: int,
-        passes: list[StagePass], labels: float, timeline: Timeline | None,
+        chain: Chain, timeline: Timeline | None,
     ) -> RankPlan:  # fmt: skip
         moments, hardware = moments_of(self.job.optimizer), self.job.hardware
-        place = rank.mesh.coordinate("pp")
+        place, passes = rank.mesh.coordinate("pp"), chain.passes
         if timeline is None:
             counted = passes[0].counted
             activations, passing = counted.saved, counted.peak - counted.saved
         else:
-            activations, passing = pipeline_activations(timeline, passes, place)
+            activations, passing = pipeline_activations(timeline, chain, place)
         buffers = float(sum(b.nbytes for b in rank.module.buffers()))
         memory = rank_memory(facts, loose, moments, settings, activations, passing, buffers, hardware.reserved)
         sent: dict[str, float] = dict(of_step(facts, accumulation))
@@ -159,7 +160,7 @@ class Planner:
             for name, size in p.counted.sent.items():
                 sent[name] = sent.get(name, 0.0) + accumulation * size
         if timeline is not None:
-            _add_messages(sent, timeline, passes, place, labels)
+            _add_messages(sent, timeline, passes, place, chain.labels)
             _add_ties(sent, rank, facts)
         sent = {n: s for n, s in sent.items() if s and by_dim({n: s})}
         return RankPlan(place, rank.rank, memory, sent, tuple(facts))

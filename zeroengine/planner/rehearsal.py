@@ -7,20 +7,21 @@ takes. In the same way one and two samples give what a sample takes. So a model 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
-from zeroengine.errors import ModelError
+from zeroengine.errors import ModelError, ZeroEngineError
 from zeroengine.parallel.stages import StageSharing
 from zeroengine.pipeline.causal_lm import PipelinedCausalLM, block_list
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.stage import as_input, leaves_with_grad
 from zeroengine.pipeline.wire import MESSAGE_TRAILER, layout_of
+from zeroengine.planner.known import KnownIntegers
 from zeroengine.planner.model import ModelSource
 from zeroengine.planner.passes import Pass, count_pass
 from zeroengine.planner.stage import PaperRank, even_routes
@@ -42,44 +43,47 @@ class StagePass:
         )  # fmt: skip
 
 
-def rehearse(ranks: list[PaperRank], source: ModelSource, micro: int, sequence: int) -> tuple[list[StagePass], float]:
-    """Of all stages that `ranks` hold, in order, for micro-batches of `micro` sequences; and the bytes of the labels that go from
-    the first stage to the last. Raises `ModelError` for a model that cannot be run without values."""
-    with one_document():
-        one, labels = _chain(ranks, source, 1, sequence)
-        if micro == 1:
-            return one, labels
-        two, more = _chain(ranks, source, 2, sequence)
-    times = float(micro - 1)
-    return [a.plus(b.plus(a, -1.0), times) for a, b in zip(one, two, strict=True)], labels + times * (more - labels)
+@dataclass(frozen=True)
+class Chain:
+    """A micro-batch through all stages. Bytes: `inputs` of the micro-batch, `labels` that go from the first stage to the last."""
+
+    passes: list[StagePass]
+    inputs: float = 0.0
+    labels: float = 0.0
+
+    def plus(self, other: Chain, times: float) -> Chain:
+        passes = [a.plus(b, times) for a, b in zip(self.passes, other.passes, strict=True)]
+        return Chain(passes, self.inputs + times * other.inputs, self.labels + times * other.labels)
 
 
-@contextlib.contextmanager
-def one_document() -> Iterator[None]:
-    """transformers looks at the values of position ids for several documents in a row. On tensors without values it takes them to
-    be there, and makes a mask of every pair of tokens for each block, which a run on ordinary batches does not have."""
-    masks = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if masks is None or not hasattr(masks, name):
-        yield
-        return
-    found = getattr(masks, name)
-    setattr(masks, name, lambda *args, **kwargs: None)
+def rehearse(ranks: list[PaperRank], source: ModelSource, micro: int, sequence: int) -> Chain:
+    """Of all stages that `ranks` hold, in order, for micro-batches of `micro` sequences. Raises `ModelError` for a model that cannot be
+    run without values."""
     try:
-        yield
-    finally:
-        setattr(masks, name, found)
+        with KnownIntegers():
+            one = _chain(ranks, source, 1, sequence)
+            if micro == 1:
+                return one
+            two = _chain(ranks, source, 2, sequence)
+    except ZeroEngineError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(f"{source.name} looks at values of its tensors ({error}), and a plan has none") from error
+    except Exception as error:  # a forward may raise anything
+        raise ModelError(f"{source.name} cannot be rehearsed on {sequence} tokens: {type(error).__name__}: {error}") from error
+    return one.plus(two.plus(one, -1.0), float(micro - 1))
 
 
-def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: int) -> tuple[list[StagePass], float]:
+def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: int) -> Chain:
     by_stage = {s: r for r in ranks for s in _stages_of(r)}
     with source.fake:
         given = source.inputs(batch, sequence)
+    size = float(sum(t.nbytes for t in given.values()))
     for rank in ranks:
         even_routes(rank.module, rank.experts)
     first = by_stage[0]
     if not isinstance(first.module, PipelineModule):
-        return [StagePass(0, _whole(first, source, given))], 0.0
+        return Chain([StagePass(0, _whole(first, source, given))], size)
     with source.fake:
         tree, labels = first.module.split_batch(given if len(given) != 2 or "input_ids" in given else tuple(given.values()))
         if first.sharing is not None:
@@ -95,7 +99,7 @@ def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: in
         backward = float(layout_of(leaves_with_grad(tree))[0].numel + MESSAGE_TRAILER) if s else 0.0
         found.append(StagePass(s, counted, forward, backward))
         tree = output
-    return found, float(layout_of(labels)[0].numel + MESSAGE_TRAILER)
+    return Chain(found, size, float(layout_of(labels)[0].numel + MESSAGE_TRAILER))
 
 
 def _stages_of(rank: PaperRank) -> tuple[int, ...]:
