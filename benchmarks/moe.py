@@ -64,6 +64,7 @@ def _figures(group: WorkerGroup, rounds: list[list[dict[str, Any]]]) -> dict[str
         "resident": [[a["resident"] for a in answers] for answers in rounds][-1],
         "peak": [[a["peak"] for a in answers] for answers in rounds][-1],
         "planned": [sum(p.values()) for p in planned] if all(planned) else None,
+        "held": [a["held"] for a in rounds[-1]] if all(planned) else None,
         "loss": statistics.fmean(loss for a in rounds[-1] for loss in a["losses"]),
     }
 
@@ -73,14 +74,16 @@ def _show(figures: dict[str, dict[str, Any]], reference: str) -> str:
     for name, f in figures.items():
         ratio = paired_ratio(f["round_seconds"], figures[reference]["round_seconds"])
         planned = max(f["planned"]) / _MIB if f["planned"] else None
+        held = max(f["held"]) / _MIB if f["held"] else None
         peak = max(f["peak"]) / _MIB if all(p is not None for p in f["peak"]) else None
         step = 1000 * statistics.median(f["round_seconds"])
         spread = f"{ratio['low']:.2f}-{ratio['high']:.2f}"
         rows.append([
-            name, f"{step:.1f}", f"{ratio['median']:.2f}", spread, f"{max(f['resident']) / _MIB:.0f}", number(planned, ".0f"),
-            number(peak, ".0f"), f"{f['loss']:.5f}",
+            name, f"{step:.1f}", f"{ratio['median']:.2f}", spread, f"{max(f['resident']) / _MIB:.0f}", number(peak, ".0f"),
+            number(planned, ".2f"), number(held, ".2f"), f"{f['loss']:.5f}",
         ])  # fmt: skip
-    return table(["system", "step ms", f"÷ {reference}", "quartiles", "resident MiB", "planned MiB", "peak MiB", "loss"], rows)
+    heads = ["system", "step ms", f"÷ {reference}", "quartiles", "resident MiB", "peak MiB", "states planned MiB", "held MiB", "loss"]
+    return table(heads, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

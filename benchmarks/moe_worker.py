@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -59,9 +60,11 @@ class MoeJob:
         self.planned: dict[str, int] | None = None if system == "deepspeed" else self.engine.planned_memory()
 
     def prepare(self, system: str) -> None:
+        """Imports all that the system will use and connects, so that neither is in the growth that is measured."""
         if system != "deepspeed":
             import zeroengine
 
+            _ = zeroengine.initialize, zeroengine.moe.MoE  # names resolve on first use
             zeroengine.init_distributed("gloo")
             return
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -115,6 +118,11 @@ class MoeJob:
     def ready(self) -> dict[str, Any]:
         return {"torch": torch.__version__, "planned": self.planned}
 
+    def _held(self, kinds: Iterable[str]) -> int:
+        """Bytes that the engine holds between steps, of the kinds that it plans."""
+        held = self.engine.memory_report()
+        return sum(held[kind] for kind in kinds)
+
     def turn(self, steps: int) -> dict[str, Any]:
         seconds, losses = [], []
         resets = memory.reset_peak()
@@ -131,4 +139,5 @@ class MoeJob:
         return {
             "seconds": seconds, "losses": losses, "resident": (memory.resident_bytes() or 0) - self.baseline,
             "peak": (memory.peak_bytes() or 0) - self.baseline if resets else None,
+            "held": None if self.planned is None else self._held(self.planned),
         }  # fmt: skip

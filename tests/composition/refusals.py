@@ -100,8 +100,6 @@ CASES = {
     "experts over too many ranks": Case("mesh.ep 4 does not divide the 2 ranks that share one state", "give a divisor", {
         "ranks": 4, "model": "moe", "replicas": 2}, {"mesh": {"dp_replicate": 2, "ep": 4}}),
     "experts that do not divide": Case("mesh.ep 2 does not divide the 3 experts", "give a divisor", {"experts": 2}, model=_experts),
-    "split experts on a split sequence": Case("experts cannot run on a split sequence", "sequence_parallel to false", {
-        "model": "moe", "tensor": "2+sp"}),
     "sequences of another model": Case("Sequential is no transformers model", "set mesh.cp to 1", {"sequence": "ring 2"}, model=_own),
     "layers of another model": Case("no attention", "set mesh.tp to 1", {"tensor": "2"}, model=lambda: nn.Sequential(nn.Linear(3, 3))),
     "heads": Case("the 3 heads of", "give another degree", {"tensor": "2"}, model=_heads),

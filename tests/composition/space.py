@@ -60,10 +60,6 @@ RULES = (
         _experts_do_not_fit,
     ),
     Rule("experts of a model that has none", ("model", "experts"), lambda model, ep: model == "gpt" and ep > 1),
-    Rule(
-        "split experts on a split sequence", ("model", "tensor", "experts"),
-        lambda model, tp, ep: model != "gpt" and tp == "2+sp" and ep == 1,
-    ),
     Rule("a router's loss of all stages", ("model", "pipeline"), lambda model, pp: model == "moe aux" and pp != "1"),
     Rule("too few micro-batches", ("pipeline", "accumulation"), lambda pp, count: pp == "dualpipe-v" and count < 4),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 HIDDEN, EXPERTS, CLASSES = 8, 4, 5
 
@@ -24,6 +25,8 @@ class Case:
     optimizer: str = "SGD"
     accumulation: int = 1
     weights: tuple[int, ...] = (5, 5, 5, 5)  # tokens of each of four ranks
+    experts: int = EXPERTS
+    recompute: bool = False  # the layer's forward runs again in backward
     layer: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -39,25 +42,29 @@ class Net(nn.Module):
         if case.kind == "list":
             expert = nn.Sequential(nn.Linear(HIDDEN, 12), nn.Tanh(), nn.Linear(12, HIDDEN))
         elif case.kind == "gelu":
-            expert = ExpertBank(EXPERTS, HIDDEN, 12, "gelu", gated=False, bias=True)
+            expert = ExpertBank(case.experts, HIDDEN, 12, "gelu", gated=False, bias=True)
         else:
-            expert = ExpertBank(EXPERTS, HIDDEN, 12)
+            expert = ExpertBank(case.experts, HIDDEN, 12)
         options = {"drop_tokens": False, **case.layer}
-        self.moe = MoE(HIDDEN, expert, num_experts=EXPERTS, k=case.k, **options)
+        self.moe = MoE(HIDDEN, expert, num_experts=case.experts, k=case.k, **options)
         if case.kind == "list":
-            for i in range(EXPERTS):
+            for i in range(case.experts):
                 for p in self.moe.sparse.experts.get_submodule(str(i)).parameters():
                     p.data.add_(torch.randn_like(p) * 0.1)
         self.head = nn.Linear(HIDDEN, CLASSES)
+        self.recompute = case.recompute
         if case.kind in ("all-to-one", "starved"):
             with torch.no_grad():
-                self.moe.sparse.router.weight.copy_(torch.randn(EXPERTS, HIDDEN) * 0.1)
+                self.moe.sparse.router.weight.copy_(torch.randn(case.experts, HIDDEN) * 0.1)
                 self.moe.sparse.router.weight[1] += 50.0 if case.kind == "all-to-one" else -50.0
 
     def forward(self, x: Tensor, y: Tensor, share: Tensor) -> Tensor:
         """The mean loss of the tokens; `share` makes means of ranks with unlike counts add up to the mean over all."""
         hidden = self.inner(x).abs() if self.moe.num_experts else x
-        out, aux, _ = self.moe(hidden)
+        if self.recompute:
+            out, aux, _ = checkpoint(self.moe, hidden, use_reentrant=False)
+        else:
+            out, aux, _ = self.moe(hidden)
         loss = nn.functional.cross_entropy(self.head(hidden + out).float(), y, reduction="sum") * share
         return loss + 0.1 * aux
 
@@ -97,13 +104,14 @@ def settings(case: Case) -> dict[str, Any]:
 
 
 def train(rank: int, world: int, cases: list[Case], steps: int = 3) -> list[dict[str, Any]]:
-    """Losses summed over ranks' shares, norms, and all weights at the end (on rank 0)."""
+    """Losses summed over ranks' shares, norms, gradients of the last step, and all weights at the end (on rank 0)."""
     import zeroengine
+    from zeroengine.utils import safe_get_full_grad
 
     results = []
     for case in cases:
         engine, *_ = zeroengine.initialize(model=build(case), config=settings(case))
-        losses, norms = [], []
+        losses, norms, grads = [], [], {}
         for step in range(steps):
             total = 0.0
             for micro in range(case.accumulation):
@@ -114,6 +122,8 @@ def train(rank: int, world: int, cases: list[Case], steps: int = 3) -> list[dict
                 share = torch.tensor(groups / len(x))
                 loss = engine(x[mine], y[mine], share)
                 engine.backward(loss)
+                if step == steps - 1 and micro == case.accumulation - 1:
+                    grads = {n: safe_get_full_grad(p) for n, p in engine.module.named_parameters()}
                 engine.step()
                 total += float(loss.detach())
             losses.append(total)
@@ -121,7 +131,7 @@ def train(rank: int, world: int, cases: list[Case], steps: int = 3) -> list[dict
         weights = engine.full_state_dict()
         engine.destroy()
         again = {n: v.clone() for n, v in engine.module.state_dict().items()}
-        results.append({"losses": losses, "norms": norms, "weights": weights, "given back": again})
+        results.append({"losses": losses, "norms": norms, "grads": grads, "weights": weights, "given back": again})
     return results
 
 
@@ -132,6 +142,7 @@ def reference(case: Case, steps: int = 3) -> dict[str, Any]:
     cls = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[case.optimizer]
     optimizer = cls(model.to(dtype).parameters(), lr=0.05)
     losses, norms = [], []
+    grads: dict[str, Tensor] = {}
     for step in range(steps):
         total = 0.0
         for micro in range(case.accumulation):
@@ -140,11 +151,15 @@ def reference(case: Case, steps: int = 3) -> dict[str, Any]:
             loss = model(x, y, torch.tensor(1 / len(x)))
             (loss / case.accumulation).backward()
             total += float(loss.detach())
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
+        router = model.moe.sparse.router
+        router.move_bias(router.statistics.load)
+        router.statistics.clear()
         losses.append(total)
-    return {"losses": losses, "norms": norms, "weights": model.state_dict()}
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": model.state_dict()}
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -35,6 +35,15 @@ def build(kind: str) -> Any:
             **_SHAPE, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
             moe_intermediate_size=12, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
         ))  # fmt: skip
+    if kind == "glm4":
+        return hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(
+            **_SHAPE, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+            moe_intermediate_size=12,
+        ))  # fmt: skip
+    if kind == "ernie":  # its shared experts come first
+        return hf.Ernie4_5_MoeForCausalLM(hf.Ernie4_5_MoeConfig(
+            **_SHAPE, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1, moe_intermediate_size=12, moe_layer_start_index=0,
+        ))  # fmt: skip
     if kind == "gpt-oss":
         shape = {**_SHAPE, "head_dim": 8}
         return hf.GptOssForCausalLM(hf.GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2))
@@ -81,8 +90,17 @@ def train(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -> list
     return found
 
 
-def reference(kind: str) -> dict[str, Any]:
+def reference(kind: str, bias_speed: float = 0.0) -> dict[str, Any]:
+    """The original's own run in one process. `bias_speed`: of the biases of DeepSeek-V3's routers."""
     model = build(kind)
+    loads: dict[Any, torch.Tensor] = {}
+
+    def count(router: Any, args: Any, out: tuple[torch.Tensor, ...]) -> None:
+        loads[router] = torch.bincount(out[2].view(-1), minlength=router.weight.shape[0]).float()
+
+    for module in model.modules():
+        if bias_speed and hasattr(module, "e_score_correction_bias"):
+            module.register_forward_hook(count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(5):
@@ -91,5 +109,7 @@ def reference(kind: str) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        for router, load in loads.items():
+            router.e_score_correction_bias += bias_speed * torch.sign(load.mean() - load)
         losses.append(float(loss.detach()))
     return {"losses": losses, "weights": {n: v.clone() for n, v in model.state_dict().items()}}

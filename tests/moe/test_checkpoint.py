@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.moe.common import Case, build, cut, distance, settings, tokens
+from tests.moe.common import Case, build, cut, distance, reference, settings, tokens
 from tests.ranks import run_ranks
 from zeroengine.checkpoint import SavedCheckpoint
 from zeroengine.errors import ConfigError
@@ -72,6 +72,36 @@ def test_a_run_goes_on_at_another_degree(tmp_path: Path) -> None:
             losses = torch.tensor([r[at] for r in got]).mean(0)
             want = torch.tensor([r[i] for r in went_on]).mean(0)
             assert distance(losses, want) <= 2e-6, (world, i, case, losses, want)
+
+
+def _hand_on(rank: int, world: int, source: str | None, target: str, case: Case, first: int) -> list[float]:
+    """Loads, trains two steps and saves."""
+    import zeroengine
+
+    model = build(case)
+    if source is not None:
+        for p in model.parameters():
+            p.data.fill_(7.0)
+    engine, *_ = zeroengine.initialize(model=model, config=settings(case))
+    if source is not None:
+        engine.load_checkpoint(source)
+    losses = _steps(engine, case, rank, world, first, 2)
+    engine.save_checkpoint(target)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["bank", "list"])
+def test_four_ranks_then_one_then_two_with_copies_of_busy_experts(kind: str, tmp_path: Path) -> None:
+    copies = {"moe": {"copies": True}}
+    losses: list[float] = []
+    for i, (world, stage) in enumerate(((4, 3), (1, 0), (2, 2))):
+        case = Case(ep=world, stage=stage, kind=kind, config=copies, optimizer="AdamW", weights=(3, 7, 1, 6))
+        source = str(tmp_path / str(i - 1)) if i else None
+        got = run_ranks(_hand_on, world, source, str(tmp_path / str(i)), case, 2 * i, timeout=60)
+        losses += torch.tensor(got).mean(0).tolist()
+    want = reference(Case(kind=kind, optimizer="AdamW", weights=(3, 7, 1, 6)), 6)["losses"]
+    assert distance(torch.tensor(losses), torch.tensor(want)) <= 1e-5, (losses, want)
 
 
 def test_moments_of_experts_are_those_of_a_run_that_never_shared_them(tmp_path: Path) -> None:

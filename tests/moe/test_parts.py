@@ -12,7 +12,7 @@ from zeroengine.errors import ConfigError
 from zeroengine.moe import Capacity, ExpertBank, ExpertList, MoE, Router, RouterRule
 from zeroengine.moe.collectives import decode, encode
 from zeroengine.moe.group import alone
-from zeroengine.moe.grouped import grouped_linear
+from zeroengine.moe.grouped import grouped_linear, grouped_mlp
 from zeroengine.moe.plan import block_order, even_shares, invert
 
 
@@ -172,6 +172,39 @@ def test_grouped_matrices_equal_a_loop() -> None:
     g = torch.randn_like(out)
     for a, b in zip(torch.autograd.grad((out * g).sum(), (x, w)), torch.autograd.grad((want * g).sum(), (x, w)), strict=True):
         assert torch.allclose(a, b)
+
+
+@pytest.mark.parametrize("wanted", ["all", "no weights", "no rows", "second bias only"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_two_layers_keep_only_what_backward_needs(wanted: str, adds: bool) -> None:
+    torch.manual_seed(0)
+    counts = [4, 0, 5]
+    shapes = {"x": (9, 4), "first": (3, 12, 4), "second": (3, 5, 6), "first_bias": (3, 12), "second_bias": (3, 5)}
+    given = {n: torch.randn(s) for n, s in shapes.items()}
+    trained = {
+        "all": list(shapes), "no weights": ["x", "first_bias"], "no rows": ["first", "second", "first_bias", "second_bias"],
+        "second bias only": ["second_bias"],
+    }[wanted]  # fmt: skip
+    for name in trained:
+        given[name].requires_grad_()
+
+    def act(z: torch.Tensor) -> torch.Tensor:
+        gate, up = z.chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = grouped_mlp(given["x"], given["first"], given["second"], counts, act, given["first_bias"], given["second_bias"], adds)
+    assert sorted(kept) == sorted(torch.Size(s) for s in (shapes["x"], (9, 12), shapes["first"], shapes["second"]))
+    rows = {e: given["x"].split(counts)[e] for e in (0, 2)}
+    inner = {e: act(x @ given["first"][e].T + given["first_bias"][e]) @ given["second"][e].T for e, x in rows.items()}
+    want = torch.cat([y + given["second_bias"][e] for e, y in inner.items()])
+    shown = want if adds else torch.cat(list(inner.values()))
+    assert torch.allclose(out, shown, atol=1e-6)
+    g = torch.randn_like(out)
+    leaves = [given[n] for n in trained]
+    for name, a, b in zip(trained, *(torch.autograd.grad((y * g).sum(), leaves) for y in (out, want)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5), name
 
 
 def test_lists_need_equal_experts_and_a_layer_knows_deepspeeds_arguments() -> None:

@@ -74,8 +74,8 @@ def test_ranks_with_unlike_largest_loads_do_not_stall() -> None:
             assert rows == [want, want]
 
 
-def _ones(rank: int, world: int) -> list[bool]:
-    """Every element gets a gradient of one."""
+def _ones(rank: int, world: int) -> dict[str, Tensor]:
+    """Every element gets a gradient of one; the weights after a step."""
     import zeroengine
 
     case = Case(ep=2, stage=2, kind="list")
@@ -87,13 +87,17 @@ def _ones(rank: int, world: int) -> list[bool]:
     engine.step()
     after = engine.full_state_dict()
     engine.destroy()
+    mine = {n: v.clone() for n, v in engine.module.state_dict().items()}
     # a dense gradient is the mean over four ranks; the sum of an expert's two holders is divided by all four
     moves = {n: 0.025 if "experts" in n else 0.05 for n in before}
-    return [after is None or torch.allclose(before[n] - after[n], torch.full_like(before[n], moves[n]), atol=1e-6) for n in before]
+    for found in (mine, mine if after is None else after):
+        assert all(torch.allclose(before[n] - found[n], torch.full_like(before[n], moves[n]), atol=1e-6) for n in before)
+    return mine
 
 
 def test_every_element_moves_and_replicas_agree() -> None:
-    assert all(all(found) for found in run_ranks(_ones, 4, timeout=60))
+    first, *others = run_ranks(_ones, 4, timeout=60)
+    assert all(torch.equal(first[n], other[n]) for other in others for n in first)
 
 
 def _norms(rank: int, world: int) -> list[tuple[float, bool]]:

@@ -13,7 +13,7 @@ from zeroengine.engine.parallel import reduction_factor
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import DATA_DIMS, Mesh
-from zeroengine.moe.experts import Experts
+from zeroengine.moe.experts import Experts, StackedExperts
 from zeroengine.moe.group import Batch, ExpertGroup, make_hops
 from zeroengine.moe.hf import GlobalRouterLoss, convert, is_stacked_experts, revert
 from zeroengine.moe.layer import SparseExperts, SparseLayer, sparse_layers
@@ -22,6 +22,7 @@ from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.build import Groups, check_same
+from zeroengine.zero.experts import mark_stack
 from zeroengine.zero.held import claim
 
 Sequences = SharedSequences | StageSequences
@@ -30,11 +31,12 @@ Sequences = SharedSequences | StageSequences
 class ExpertParallel:
     """The layers with experts of one model, spread over the ranks of `group`. `remove` makes the model what it was."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, group: ExpertGroup, bias_speed: float) -> None:
-        """Collective."""
+    def __init__(self, model: nn.Module, mesh: Mesh, group: ExpertGroup, bias_speed: float, splits: bool = False) -> None:
+        """`splits`: the ranks of a tensor group split sequences between the layers. Collective."""
         self.group = group
         self._model, self._batch, self._bias_speed = model, group.batch.ranks, bias_speed
-        self._converted = convert(model) if group.size > 1 or bias_speed else {}
+        # on a split sequence too: blocks then hand their shared experts the tokens of sequences as such
+        self._converted = convert(model) if group.size > 1 or bias_speed or splits else {}
         self.layers: dict[str, SparseLayer] = {**sparse_layers(model), **self._converted}
         odd = {n: layer.held.num_experts for n, layer in self.layers.items() if layer.held.num_experts % group.size}
         if odd:
@@ -45,9 +47,10 @@ class ExpertParallel:
         limited = [n for n, rule in own.items() if rule is not None and rule.capacity is not None]
         if limited and not group.batch.ordered:
             revert(model, self._converted)
+            key, remedy = ("tensor_parallel.sequence_parallel", "set it to false") if splits else ("mesh.cp", "set it to 1")
             raise ConfigError(
-                f"tensor_parallel.sequence_parallel: '{limited[0]}' drops tokens by their places in the batch, of which each rank sees "
-                "other ones; set it to false, or drop_tokens to False"
+                f"{key}: '{limited[0]}' drops tokens by their places in the batch, and each rank has other places of every sequence; "
+                f"{remedy}, or drop_tokens to False"
             )
         applies = GlobalRouterLoss.applies(model) and group.batch.ranks.size > 1
         self.router_loss = GlobalRouterLoss(model, group.batch) if applies else None
@@ -55,14 +58,23 @@ class ExpertParallel:
             equalize([layer.held for layer in self.layers.values()], mesh)
         for name, layer in self.layers.items():
             layer.spread(group, name)
+        self._mark_stacks(True)
 
     def remove(self) -> None:
         """Gives every layer all of its experts, and the model its own modules. Collective. After the buckets are gone."""
+        self._mark_stacks(False)
         for layer in self.layers.values():
             layer.gather()
         revert(self._model, self._converted)
         if self.router_loss is not None:
             self.router_loss.remove()
+
+    def _mark_stacks(self, stacked: bool) -> None:
+        """Lets an optimizer tell experts in one tensor apart."""
+        for module in self._model.modules():
+            if isinstance(module, StackedExperts) or is_stacked_experts(module):
+                for p in module.parameters(recurse=False):
+                    mark_stack(p, stacked)
 
     def after_step(self) -> None:
         """Moves the biases of routers that balance by them. Collective."""
@@ -112,7 +124,7 @@ def token_batch(settings: Config, mesh: Mesh, layers: TensorParallel | None, seq
         averaged = mesh.control.size if sequences is None else reduction_factor(settings, mesh)
         return Batch(ranks, averaged, valid, ordered=False)
     if sequences is not None:
-        return Batch(mesh.control, reduction_factor(settings, mesh), sequences.link.valid)
+        return Batch(mesh.control, reduction_factor(settings, mesh), sequences.link.valid, ordered=False)
     return Batch.over(mesh.control)
 
 
@@ -147,9 +159,8 @@ def spread_experts(
         return None
     if shared:
         check_same(model, groups)
-    made = ExpertParallel(
-        model, mesh, expert_group(settings, mesh, token_batch(settings, mesh, layers, sequences)), settings.moe.bias_speed
-    )
+    group = expert_group(settings, mesh, token_batch(settings, mesh, layers, sequences))
+    made = ExpertParallel(model, mesh, group, settings.moe.bias_speed, layers is not None and layers.region.splits)
     if isinstance(sequences, SharedSequences):
         sequences.router_loss = made.router_loss is not None
     if made.layers:

@@ -12,6 +12,7 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError, DivergenceError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
+from zeroengine.moe.experts import Experts
 from zeroengine.moe.hf import is_stacked_experts
 from zeroengine.parallel.group import SequenceGroup, make_group
 from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_model
@@ -92,12 +93,17 @@ def share_layers(model: nn.Module, settings: Config, mesh: Mesh) -> TensorParall
     if mesh.degrees.tp == 1:
         return None
     splits = settings.tensor_parallel.sequence_parallel
-    plan = plan_for(model)
-    if mesh.experts is not None or settings.moe.bias_speed:  # ranks that share the stacked experts hold each of theirs whole
-        plan = plan.without(name for name, module in model.named_modules() if is_stacked_experts(module))
+    plan = plan_for(model).without(whole_experts(model, settings))
     log_rank0(plan.show())
     claim(list(model.parameters()))  # parameters of zero.Init are whole on every rank until they are cut
     return TensorParallel(model, plan, mesh.tensor, mesh.fabric.device, splits, settings.tensor_parallel.loss_parallel)
+
+
+def whole_experts(model: nn.Module, settings: Config) -> list[str]:
+    """Experts that the ranks of a tensor group do not cut, by name: all, where each rank of the group has other tokens."""
+    if not settings.tensor_parallel.sequence_parallel:
+        return []
+    return [n for n, m in model.named_modules() if is_stacked_experts(m) or isinstance(m, Experts)]
 
 
 def check_plain(model: nn.Module) -> None:

@@ -11,11 +11,10 @@ import torch
 from zeroengine import errors
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
-from zeroengine.engine.parallel import attention_name, sequence_group
+from zeroengine.engine.parallel import attention_name, sequence_group, whole_experts
 from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
-from zeroengine.moe.hf import is_stacked_experts
 from zeroengine.parallel.stages import StageAttention, StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import Plan, plan_for
@@ -82,9 +81,7 @@ def _common_plan(module: PipelineModule, settings: Config, mesh: Mesh, everyone:
 
     def mine() -> tuple[Plan, list[str]]:
         names = module.whole_names if isinstance(module, PipelinedCausalLM) else None
-        apart = mesh.experts is not None or bool(settings.moe.bias_speed)  # ranks that share stacked experts hold each of theirs whole
-        experts = [n for n, m in module.named_modules() if is_stacked_experts(m)] if apart else []
-        return plan_for(module, names, part=True), experts
+        return plan_for(module, names, part=True), whole_experts(module, settings)
 
     plan, experts = together(everyone, "tensor plan", mine)
     told = exchange_values(everyone, "tensor plans of the stages", (dict(plan.styles), experts))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zeroengine.comm.protocol import Communicator, Work
 from zeroengine.moe.group import Wire
+from zeroengine.moe.plan import invert
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
@@ -26,9 +27,10 @@ def encode(rows: Tensor, wire: Wire) -> Tensor:
         return rows.contiguous()
     if wire == "bf16":
         return rows.to(torch.bfloat16).contiguous()
+    rows = rows.contiguous()
     scale = rows.detach().abs().amax(1, keepdim=True).float().clamp_min(1e-12) / _FP8_MAX
     values = (rows.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8).view(torch.uint8)
-    return torch.cat([values, scale.view(torch.uint8)], 1)
+    return torch.cat([values, scale.contiguous().view(torch.uint8)], 1)
 
 
 def decode(sent: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
@@ -175,7 +177,9 @@ def place(rows: Tensor, order: Tensor, total: int) -> Tensor:
 
 
 def _at(rows: Tensor, order: Tensor, total: int) -> Tensor:
-    full = rows.new_empty(total, rows.shape[1]) if order.numel() == total else rows.new_zeros(total, rows.shape[1])
+    if order.numel() == total:  # reads whole rows where a write by index goes element by element
+        return rows.index_select(0, invert(order))
+    full = rows.new_zeros(total, rows.shape[1])
     full[order] = rows
     return full
 

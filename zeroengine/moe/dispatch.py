@@ -20,21 +20,22 @@ from zeroengine.moe.plan import Placement, block_order, invert, place_experts, s
 
 @dataclass(frozen=True)
 class Order:
-    """A permutation of rows and its inverse, on the rows' device."""
+    """A permutation of rows and its inverse, on the rows' device. One that `moves` nothing costs nothing."""
 
     forward: Tensor
     inverse: Tensor
+    moves: bool = True
 
     @staticmethod
-    def of(order: Tensor, device: torch.device) -> Order:
+    def of(order: Tensor, device: torch.device, moves: bool = True) -> Order:
         order = order.to(device)
-        return Order(order, invert(order))
+        return Order(order, invert(order), moves)
 
     def apply(self, rows: Tensor) -> Tensor:
-        return permute(rows, self.forward, self.inverse)
+        return permute(rows, self.forward, self.inverse) if self.moves else rows
 
     def undo(self, rows: Tensor) -> Tensor:
-        return permute(rows, self.inverse, self.forward)
+        return permute(rows, self.inverse, self.forward) if self.moves else rows
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Dispatcher:
         begin, size = placement.first[group.rank], len(placement.slots[group.rank])
         here = table[:, begin : begin + size]  # [source, slot]
         blocks = torch.arange(group.size * size).view(group.size, size).T.reshape(-1)
-        arrived = Order.of(block_order(here.reshape(-1), blocks), device)
+        arrived = Order.of(block_order(here.reshape(-1), blocks), device, moves=group.size > 1)
         bounds = list(placement.first) + [placement.number]
         between = torch.stack([table[:, a:b].sum(1) for a, b in zip(bounds, bounds[1:], strict=False)], 1)  # [source, target]
         if group.hops is None:

@@ -21,10 +21,10 @@ from zeroengine.errors import ConfigError
 from zeroengine.moe.collectives import Movement, complete, issue
 from zeroengine.moe.dispatch import Route
 from zeroengine.moe.group import ExpertGroup, alone
-from zeroengine.moe.grouped import grouped_bias, grouped_linear
+from zeroengine.moe.grouped import grouped_mlp
 from zeroengine.zero.experts import ExpertPart, mark_elsewhere, mark_expert, of_all_ranks
 from zeroengine.zero.leaves import MARK
-from zeroengine.zero.tensor import TensorShard, mark_tensor_shard, whole_value
+from zeroengine.zero.tensor import TensorShard, mark_tensor_shard, tensor_shard, whole_value
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -100,10 +100,10 @@ class Experts(nn.Module, ABC):
         self.__dict__.pop(MARK, None)
 
     def _borrow(self, route: Route) -> list[Tensor] | None:
-        """Parameters of the copies that this rank hosts; None if no rank has any. Differentiable: the copies' gradients come
+        """Parameters of the copies that this rank hosts; None if no rank has any (see `ExpertGroup.always_borrows`). Differentiable: the copies' gradients come
         back to the expert's own rank and are added there. Collective."""
         placement, me = route.placement, self.group.rank
-        if not placement.copied:
+        if not placement.copied and not self.group.always_borrows:
             return None
         wanted = [placement.copies(r) for r in range(self.group.size)]
         sends = [[e - self.local.start for e in experts if e in self.local] for experts in wanted]
@@ -157,6 +157,7 @@ class ExpertBank(StackedExperts):
         if activation not in ACTIVATIONS:
             raise ConfigError(f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}")
         self.activation, self.gated = activation, gated
+        self.adds_bias = True  # of ranks that split the inner dimension one adds the last bias
         self._first = "gate_up_proj" if gated else "up_proj"
         rows = 2 * intermediate if gated else intermediate
         self.register_parameter(self._first, nn.Parameter(torch.empty(num_experts, rows, hidden)))
@@ -182,19 +183,18 @@ class ExpertBank(StackedExperts):
         return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
 
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
-        inner = self._linear(rows, counts, values, self._first)
-        act = ACTIVATIONS[self.activation]
-        if self.gated:
-            gate, up = inner.chunk(2, -1)
-            inner = act(gate) * up
-        else:
-            inner = act(inner)
-        return self._linear(inner, counts, values, "down_proj")
+        return grouped_mlp(
+            rows, values[self._first], values["down_proj"], counts, self._between, values.get(f"{self._first}_bias"),
+            values.get("down_proj_bias"), self.adds_bias,
+        )  # fmt: skip
 
-    def _linear(self, rows: Tensor, counts: list[int], values: dict[str, Tensor], name: str) -> Tensor:
-        out = grouped_linear(rows, values[name], counts)
-        bias = values.get(f"{name}_bias")
-        return out if bias is None else out + grouped_bias(bias, counts)
+    def _between(self, inner: Tensor) -> Tensor:
+        """From the first layer's outputs to the second one's inputs."""
+        act = ACTIVATIONS[self.activation]
+        if not self.gated:
+            return act(inner)
+        gate, up = inner.chunk(2, -1)
+        return act(gate) * up
 
 
 def cut_stacked(module: nn.Module, local: range, group: ExpertGroup) -> None:
@@ -203,7 +203,7 @@ def cut_stacked(module: nn.Module, local: range, group: ExpertGroup) -> None:
         if p is not None:
             p.data = p.data[local.start : local.stop].clone()
             mark_expert(p, ExpertPart(group.size, group.rank, len(local) * group.size, name))
-            mark_tensor_shard(p, TensorShard.over(group.tokens, 0))
+            mark_tensor_shard(p, TensorShard.over(group.tokens, 0, outer=tensor_shard(p)))
 
 
 def join_stacked(module: nn.Module) -> None:

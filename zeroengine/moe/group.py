@@ -82,6 +82,12 @@ class ExpertGroup:
     def rank(self) -> int:
         return self.tokens.rank
 
+    @property
+    def always_borrows(self) -> bool:
+        """Copies are sent also where there are none: other ranks, which have other tokens and hold the same parameters, must find
+        the gradients of these in the same order."""
+        return self.copies and self.size > 1 and not self.batch.ordered
+
     def __deepcopy__(self, memo: object) -> ExpertGroup:
         return self if self.size > 1 else alone()  # a copy of a model that has all its experts belongs to no engine
 

@@ -2,7 +2,8 @@
 
 In transformers 5 every such block has a router and a module `experts` with the matrices of all experts stacked, called with
 (hidden states, indices, weights). That module is exchanged for one that holds this rank's part of the same parameters under
-the same names and moves the tokens; router, shared experts and block stay the model's own code.
+the same names and moves the tokens. Router and shared experts stay the model's own code, and so does the block, unless its
+shared experts can run while tokens travel (`hf_shared`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from zeroengine.moe.collectives import sum_over_ranks
 from zeroengine.moe.dispatch import Dispatcher
 from zeroengine.moe.experts import Experts, StackedExperts
 from zeroengine.moe.group import Batch, ExpertGroup, alone
-from zeroengine.moe.grouped import grouped_linear
+from zeroengine.moe.grouped import grouped_mlp
+from zeroengine.moe.hf_shared import overlap, restore
 from zeroengine.moe.statistics import Statistics, recomputing
 
 _ARGUMENTS = [{"hidden_states"}, {"top_k_index", "router_indices"}, {"top_k_weights", "routing_weights"}]
 _MATRICES = {"gate_up_proj", "down_proj"}
 _BIAS = "e_score_correction_bias"
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
 
 
 def is_stacked_experts(module: nn.Module) -> bool:
@@ -62,6 +68,8 @@ class SharedStackedExperts(StackedExperts):
             self.register_parameter(name, p)
         for name, b in original._buffers.items():
             self.register_buffer(name, b, persistent=name not in original._non_persistent_buffers_set)
+        for name in _HOOKS:  # the same ones, as the borders of a tensor group; whoever made them can remove them
+            setattr(self, name, getattr(original, name))
 
     @property
     def original(self) -> nn.Module:
@@ -92,13 +100,18 @@ class SharedStackedExperts(StackedExperts):
     def balances(self, speed: float) -> bool:
         return speed > 0 and self.bias is not None
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
-        """[T, H], [T, k], [T, k] to [T, H]. Collective."""
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, beside: Callable[[], None] | None = None
+    ) -> Tensor:
+        """[T, H], [T, k], [T, k] to [T, H]. `beside` is called while tokens travel. Collective."""
         route = self._dispatcher.route(top_k_index)
         self.statistics.record(self._dispatcher.group.batch.tokens(top_k_index), None, None, self.training)
         if self.training and not recomputing():
             self.statistics.computed += sum(route.counts)
-        rows = super().forward(self._dispatcher.send(hidden_states, route).land(), route)
+        flight = self._dispatcher.send(hidden_states, route)
+        if beside is not None:
+            beside()
+        rows = super().forward(flight.land(), route)
         return self._dispatcher.combine(rows, route, top_k_weights)
 
     def own(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -109,8 +122,8 @@ class SharedStackedExperts(StackedExperts):
 
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
         if self._plain:
-            inner = self.original._apply_gate(grouped_linear(rows, values["gate_up_proj"], counts))  # type: ignore[operator]
-            return grouped_linear(inner, values["down_proj"], counts)
+            act: Callable[[Tensor], Tensor] = self.original._apply_gate  # type: ignore[assignment]
+            return grouped_mlp(rows, values["gate_up_proj"], values["down_proj"], counts, act)
         if not rows.shape[0]:  # its own code need not know of no rows; the parameters stay in the graph
             return rows * sum((p.sum() for p in values.values()), rows.new_zeros(()))
         index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(rows.device).unsqueeze(1)
@@ -143,6 +156,7 @@ def convert(model: nn.Module) -> dict[str, SharedStackedExperts]:
             found[name] = SharedStackedExperts(module, router)
             found[name].train(module.training)
             setattr(block, last, found[name])
+            overlap(block)
     return found
 
 
@@ -150,8 +164,10 @@ def revert(model: nn.Module, converted: dict[str, SharedStackedExperts]) -> None
     """Puts the original modules back. They must hold all experts again (`join`)."""
     for name, module in converted.items():
         outer, _, last = name.rpartition(".")
+        block = model.get_submodule(outer)
         module.original.train(module.training)
-        setattr(model.get_submodule(outer), last, module.original)
+        restore(block)
+        setattr(block, last, module.original)
 
 
 class GlobalRouterLoss:

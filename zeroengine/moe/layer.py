@@ -37,7 +37,7 @@ class SparseLayer(Protocol):
 
 
 class SparseExperts(nn.Module):
-    """A router, its experts and, beside them, a `shared` expert that all tokens pass, whose time hides the dispatch.
+    """A router, its experts and, beside them, a `shared` expert [..., H] -> [..., H] that all tokens pass, whose time hides the dispatch.
 
     Alone it is an ordinary module on one rank. `zeroengine.initialize` spreads the experts over `mesh.ep` ranks and lets the
     router see the global batch.
@@ -87,14 +87,13 @@ class SparseExperts(nn.Module):
         routing = self.router(tokens)
         route = self._dispatcher.route(routing.index, routing.keep)
         flight = self._dispatcher.send(tokens, route)
-        beside = None if self.shared is None else self.shared(tokens)
+        beside = None if self.shared is None else self.shared(hidden)
         rows = self.experts(flight.land(), route)
         if self.training and not recomputing():
             self.router.statistics.computed += sum(route.counts)
         out = self._dispatcher.combine(rows, route, routing.weights)
-        if beside is not None:
-            out = out + beside
-        return out.view(*hidden.shape[:-1], out.shape[-1]), routing.loss, route.load
+        out = out.view(*hidden.shape[:-1], out.shape[-1])
+        return out if beside is None else out + beside, routing.loss, route.load
 
 
 class MoE(nn.Module):
@@ -107,8 +106,8 @@ class MoE(nn.Module):
     counted over the global batch; `use_rts` drops at random instead of by position, `priority` says it in full.
     `noisy_gate_policy`: None, "Jitter" or "RSample". `use_residual`: outputs are a learned mix with a dense `expert` (Rajbhandari et al.,
     2022). With k > 1 weights are divided by their sum. `rule` replaces all that concerns the router. `shared`: an expert that all
-    tokens pass. `ep_size`: ranks that share the experts if the configuration does not say (`mesh.ep`). `use_tutel` and
-    `enable_expert_tensor_parallelism` are accepted and have no effect on the result.
+    tokens pass, in the shape in which the layer is given them. `ep_size`: ranks that share the experts if the configuration does
+    not say (`mesh.ep`). `use_tutel` and `enable_expert_tensor_parallelism` are accepted and have no effect on the result.
     """
 
     def __init__(

@@ -108,13 +108,18 @@ class Router(nn.Module):
         if rule.normalize:
             weights = weights / weights.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         weights = weights * rule.scale
-        keep = None
-        if rule.capacity is not None:
-            keep = kept(index, weights.detach(), self.num_experts, rule.capacity, self.training, self.group.batch.ranks, self.subject)
+        keep = self.kept(index, weights.detach())
         seen = self.group.batch.tokens
         loss = self._losses(seen(logits), seen(scores), seen(index))
         self.statistics.record(seen(index), keep, seen(scores), self.training)
         return Routing(index, weights, keep, loss)
+
+    def kept(self, index: Tensor, weights: Tensor) -> Tensor | None:
+        """Mask [T, k] of the assignments that the capacity leaves; None: all. Collective over the batch where there is one."""
+        capacity = self.rule.capacity
+        if capacity is None:
+            return None
+        return kept(index, weights, self.num_experts, capacity, self.training, self.group.batch.ranks, self.subject)
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
@@ -140,7 +145,8 @@ class Router(nn.Module):
             return logits.new_zeros(())
         shares = scores if rule.score == "softmax" else scores / scores.sum(1, keepdim=True)
         z = logits.logsumexp(1).square().sum()
-        load = torch.bincount(index.reshape(-1), minlength=self.num_experts).to(shares.dtype)
+        chosen = index.reshape(-1)
+        load = shares.new_zeros(self.num_experts).index_add(0, chosen, shares.new_ones(chosen.numel()))
         tokens = load.new_tensor([float(index.shape[0])])
         batch, subject = self.group.batch, f"{self.subject}: sums of the router's losses"
         sums = sum_over_ranks(torch.cat([shares.sum(0), z.view(1), load, tokens]), batch.ranks, batch.averaged, subject)

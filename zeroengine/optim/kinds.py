@@ -44,6 +44,12 @@ def steps_apart(cls: type[torch.optim.Optimizer]) -> bool:
     return bool(getattr(cls, "steps_apart", cls.__module__.startswith("torch.optim")))
 
 
+def sees_matrices(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether `cls` updates each of a stack of experts' parameters by itself, so that some of the experts are right. A class
+    declares it with an attribute `stacks_apart = True`; it knows a stack by `zeroengine.zero.experts.is_stack`."""
+    return bool(getattr(cls, "stacks_apart", False))
+
+
 def check_usable(cls: type[torch.optim.Optimizer]) -> None:
     """Raises `ConfigError` for torch's classes that no stage can serve, with the reason."""
     for base in cls.__mro__:

@@ -84,9 +84,11 @@ def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], ten
 
 
 def _is_cut(param: Tensor) -> bool:
-    """Whether the ranks of the tensor group have a part of it each. A part of all experts is the same on all of them."""
-    part = expert_part(param)
-    return tensor_shard(param) is not None and not (part is not None and part.stacked)
+    """Whether the ranks of the tensor group have a part of it each. Which of all experts it has is the same on all of them."""
+    part, shard = expert_part(param), tensor_shard(param)
+    if part is not None and part.stacked and shard is not None:
+        shard = shard.outer
+    return shard is not None
 
 
 def check_elementwise(optimizer: ZeroOptimizer) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.optim.kinds import evaluate
+from zeroengine.zero.experts import is_stack
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _ADAM = ("lr", "weight_decay", "betas", "eps")
@@ -23,10 +24,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
     `use_muon` true and `torch.optim.AdamW` (Adam with `adam_w_mode` false) for the others.
 
     Parameters of a Muon group have two dimensions or more; from three on (convolutions) they are matrices of
-    (first, all others). State: `momentum_buffer`; or `step`, `exp_avg`, `exp_avg_sq`.
+    (first, all others). One that is marked as a stack of experts' matrices [experts, rows, columns] is updated matrix by matrix.
+    State: `momentum_buffer`; or `step`, `exp_avg`, `exp_avg_sq`.
     """
 
     steps_apart = True
+    stacks_apart = True
 
     @staticmethod
     def elementwise(group: dict[str, Any]) -> bool:
@@ -78,7 +81,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             inner = self._adam([{"params": []}], **options)
         super().add_param_group(param_group)
         for p in param_group["params"]:
-            if use and p.dim() < 2:
+            if use and _dimensions(p) < 2:
                 self.param_groups.pop()
                 raise ValueError(f"Muon is for matrices; shape {tuple(p.shape)} belongs to a group with use_muon false")
         for key in (_ADAM if use else _MUON)[2:]:
@@ -93,30 +96,51 @@ class MuonWithAdamW(torch.optim.Optimizer):
             mine = inner.param_groups[0]
             mine.update({k: group[k] for k in (_MUON if group["use_muon"] else _ADAM) if k in group})
             folded = [p for p in group["params"] if group["use_muon"] and p.dim() > 2 and p.grad is not None]
-            flat = {id(p): _matrix(p, self.state) for p in folded}
-            mine["params"] = [flat.get(id(p), p) for p in group["params"]]
+            flat = {id(p): (_matrices if is_stack(p) else _matrix)(p, self.state) for p in folded}
+            mine["params"] = [matrix for p in group["params"] for matrix in flat.get(id(p), [p])]
             inner.step()
             for p in folded:
-                self.state[p] = self.state.pop(flat[id(p)])
+                states = [self.state.pop(matrix) for matrix in flat[id(p)]]
+                if not is_stack(p):
+                    self.state[p] = states[0]
             mine["params"] = []
         return loss
 
 
-def _matrix(p: Tensor, state: Any) -> nn.Parameter:
+def _dimensions(p: Tensor) -> int:
+    """Of the parameter, or of each one of a stack."""
+    return p.dim() - int(is_stack(p))
+
+
+def _matrix(p: Tensor, state: Any) -> list[nn.Parameter]:
     """`p` as a matrix on the same memory, with its gradient, and with its state for the time being."""
     matrix = nn.Parameter(p.data.view(p.shape[0], -1))
     if p.grad is not None:
         matrix.grad = p.grad.view(p.shape[0], -1)
     if p in state:
         state[matrix] = state.pop(p)
-    return matrix
+    return [matrix]
+
+
+def _matrices(p: Tensor, state: Any) -> list[nn.Parameter]:
+    """The matrices of the stack `p`, which has a gradient, on the same memory; their momentum is a view into that of `p`."""
+    grads: Tensor = p.grad  # type: ignore[assignment]
+    if "momentum_buffer" not in state[p]:
+        state[p]["momentum_buffer"] = torch.zeros_like(grads)
+    found = []
+    for values, grad, momentum in zip(p.data, grads, state[p]["momentum_buffer"], strict=True):
+        matrix = nn.Parameter(values)
+        matrix.grad = grad
+        state[matrix] = {"momentum_buffer": momentum}
+        found.append(matrix)
+    return found
 
 
 def split_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each group as one for Muon and one for AdamW, either left out if it is empty; their options are the group's.
 
-    Muon takes parameters of two dimensions or more, except those of `nn.Embedding` and those whose name has `embed` or
-    `lm_head` in it. A group's `use_muon`, or an attribute `use_muon` of a parameter, decides otherwise.
+    Muon takes parameters of two dimensions or more (each of a stack of experts' parameters), except those of `nn.Embedding` and
+    those whose name has `embed` or `lm_head` in it. A group's `use_muon`, or an attribute `use_muon` of a parameter, decides otherwise.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
@@ -126,7 +150,7 @@ def split_groups(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[st
         if told is not None:
             return bool(told)
         name = names.get(id(p), "").lower()
-        return p.dim() >= 2 and id(p) not in tables and not any(word in name for word in _NAMES)
+        return _dimensions(p) >= 2 and id(p) not in tables and not any(word in name for word in _NAMES)
 
     result, counts = [], {True: 0, False: 0}
     for group in groups:

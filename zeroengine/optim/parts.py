@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
 from zeroengine.ops.optimizer import FusedOptimizer
-from zeroengine.optim.kinds import check_usable, is_elementwise, steps_apart
+from zeroengine.optim.kinds import check_usable, is_elementwise, sees_matrices, steps_apart
 from zeroengine.optim.state import carry_state, check_fresh
 from zeroengine.optim.update import FlatMaster
 from zeroengine.optim.whole import WholeUpdate
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.experts import expert_part, is_elsewhere
+from zeroengine.zero.experts import expert_part, is_elsewhere, is_stack
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import tensor_shard
@@ -101,7 +101,8 @@ class Parts:
                 if found is None:
                     continue
                 part = expert_part(p)
-                if part is not None and part.stacked:
+                by_matrix = sees_matrices(self._cls) and is_stack(p) and p.dim() > 2
+                if part is not None and part.stacked and not by_matrix:
                     raise ConfigError(
                         f"optimizer {self._cls.__name__} looks at whole parameters, and mesh.ep gives each rank a part of '{found[2]}'; "
                         "use an optimizer that updates each element by itself (Adam, AdamW, SGD, ...), or make the experts modules of "

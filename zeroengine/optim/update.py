@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zeroengine.offload.home import Home, at_hand
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import fingerprint
+from zeroengine.zero.experts import is_stack, mark_stack
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.layout import Piece
 
@@ -112,6 +113,7 @@ class FlatMaster:
         for index in indices:
             spec = self.bucket.layout.specs[index]
             view = nn.Parameter(self.flat[spec.offset : spec.end].view(spec.shape).detach())
+            mark_stack(view, is_stack(self.bucket.params[index]))
             del self.parts[index]
             self._add(index, Part(spec.name, spec.shape, 0, spec.offset, view))
 

@@ -20,6 +20,7 @@ from zeroengine.comm.protocol import Communicator
 from zeroengine.offload.home import Home, Memory, at_hand
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.update import FlatMaster
+from zeroengine.zero.experts import is_stack, mark_stack
 from zeroengine.zero.layout import ParamSpec
 from zeroengine.zero.residency import stub_for
 
@@ -86,6 +87,7 @@ class WholeUpdate:
             home: Home = Memory()
             if owner == comm.rank:
                 view = nn.Parameter(stub_for(spec.shape, master.flat.dtype, master.flat.device))
+                mark_stack(view, is_stack(master.bucket.params[index]))
                 home = master.bucket.placement.more_state(f"optimizer state of {spec.name}", tuple)
             member = Member(master, spec, owner, tuple(_cuts(master, spec)), view, home)
             self._members[master.bucket.index, index] = member

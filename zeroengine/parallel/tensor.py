@@ -98,7 +98,7 @@ class TensorParallel:
             if name in modules:
                 self._module(model, name, modules[name], style)
             elif name in params:
-                self._experts_weight(name, params[name], style)
+                self._experts_weight(name, params[name], style, modules)
         self._heads(modules)
         if self.loss is not None:
             model.loss_function = self.loss  # type: ignore[assignment]
@@ -135,11 +135,26 @@ class TensorParallel:
                         f"tensor_parallel.sequence_parallel: '{name}' lies directly in its block, whose norms would see the "
                         "whole sequence; set it to false"
                     )
+            self._check_attentions(modules, blocks)
         for name in self._attentions(modules):
             for attribute, heads in head_attributes(modules[name]):
                 if heads % size and size % heads:
                     raise ConfigError(
                         f"mesh.tp {size} and the {heads} heads of '{name}' ({attribute}) do not divide one another; give another degree"
+                    )
+
+    def _check_attentions(self, modules: dict[str, nn.Module], blocks: Sequence[nn.Module]) -> None:
+        """On a split sequence an attention that the plan leaves whole would see this rank's tokens only."""
+        readers = {id(modules.get(n.rpartition(".")[0])) for n, s in self.plan.styles.items() if s in ("column", "fused")}
+        names = {id(m): n for n, m in modules.items()}
+        for block in blocks:
+            around = {id(m) for m in block.modules() if any(id(inner) in readers for inner in m.modules())}
+            inside = {id(inner) for m in block.modules() if id(m) in readers for inner in m.modules()}
+            for m in block.modules():
+                if "attention" in type(m).__name__.lower() and id(m) not in around | inside and any(True for _ in m.parameters()):
+                    raise ModelError(
+                        f"tensor_parallel.sequence_parallel: the plan ({self.plan.origin}) does not split the attention "
+                        f"'{names.get(id(m), type(m).__name__)}', which would see a part of each sequence only; set it to false"
                     )
 
     def _check_head(self, modules: dict[str, nn.Module]) -> None:
@@ -269,8 +284,11 @@ class TensorParallel:
 
         self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
-    def _experts_weight(self, name: str, param: nn.Parameter, style: str) -> None:
-        """Weights of all experts in one tensor [experts, out, in]."""
+    def _experts_weight(self, name: str, param: nn.Parameter, style: str, modules: Mapping[str, nn.Module]) -> None:
+        """Weights of all experts in one tensor [experts, out, in], or biases [experts, out]."""
+        if style == "once":
+            self._set(modules[name.rpartition(".")[0]], "adds_bias", self.comm.rank == 0)
+            return
         dim, sections = {"packed": (1, 2), "column": (1, 1), "row": (2, 1)}[style]
         if param.shape[dim] % (sections * self.comm.size):
             raise ConfigError(f"mesh.tp {self.comm.size} does not divide dimension {dim} of '{name}', {tuple(param.shape)}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeroengine.errors import ModelError
+from zeroengine.moe.experts import ExpertBank
 
 STYLES = {
     "colwise": "column", "colwise_gather_output": "column_gather", "rowwise": "row", "embedding_rowwise": "vocabulary",
@@ -34,6 +35,11 @@ FAMILIES["roberta"] = FAMILIES["bert"]
 
 _QKV = re.compile(r"(q|k|v|query|key|value|wq|wk|wv)(_proj|_lin|_linear)?$")
 _OUT = re.compile(r"(o|out|wo|c|output|dense)(_proj|_lin|_linear)?$")
+_BANK = {
+    "gate_up_proj": "packed", "gate_up_proj_bias": "packed", "up_proj": "column", "up_proj_bias": "column", "down_proj": "row",
+    "down_proj_bias": "once",
+}  # fmt: skip
+"""Parameters of `ExpertBank`. "once": whole, and added by one rank of the group."""
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead", "num_key_value_heads", "n_kv_heads", "num_kv_heads")
 
 
@@ -82,7 +88,8 @@ def plan_for(model: nn.Module, names: Iterable[str] | None = None, part: bool = 
 
 
 def automatic_plan(model: nn.Module, part: bool = False) -> Plan:
-    """Splits every attention (q, k, v and output projections under one module) and every pair of linear layers D -> H -> D.
+    """Splits every attention (q, k, v and output projections under one module), every pair of linear layers D -> H -> D, and every
+    bank of experts.
 
     Raises `ModelError` if it finds neither (unless the layers are a `part` of a model), or a linear layer inside such a module
     whose role is not clear.
@@ -108,6 +115,8 @@ def automatic_plan(model: nn.Module, part: bool = False) -> Plan:
         elif _is_mlp(linears):
             *ups, down = linears
             styles.update({prefix + n: "column" for n in ups} | {prefix + down: "row"})
+        elif isinstance(module, ExpertBank):
+            styles.update({name: "experts"} | {prefix + n: _BANK[n] for n, p in module.named_parameters(recurse=False)})
     if not styles and not part:
         raise ModelError(
             f"{type(model).__name__} has no attention (q_proj, k_proj, v_proj, o_proj) and no pair of linear layers that could "

@@ -25,6 +25,7 @@ from zeroengine.moe.dispatch import Dispatcher, Route
 from zeroengine.moe.group import ExpertGroup
 from zeroengine.moe.hf import convert, is_stacked_experts
 from zeroengine.moe.plan import place_experts, slot_counts
+from zeroengine.moe.router import Router
 from zeroengine.moe.statistics import Statistics
 from zeroengine.offload.placement import Places
 from zeroengine.parallel.hf import SharedSequences
@@ -183,6 +184,12 @@ def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
             layer._dispatcher = EvenDispatcher(dispatcher.group, dispatcher.num_experts, name)
         if isinstance(getattr(layer, "statistics", None), Statistics) and "statistics" in layer.__dict__:
             layer.statistics = _NoStatistics(1)
+        if isinstance(layer, Router):
+            layer.kept = _keeps_all  # type: ignore[method-assign]
+
+
+def _keeps_all(index: torch.Tensor, weights: torch.Tensor) -> None:
+    """Equal loads are within any capacity of a factor of 1 or more."""
 
 
 class _NoStatistics(Statistics):

@@ -12,6 +12,7 @@ from zeroengine.comm.protocol import Communicator
 
 _ATTRIBUTE = "_zero_expert"
 _ELSEWHERE = "_zero_expert_elsewhere"
+_STACK = "_zero_stack"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,19 @@ def mark_elsewhere(param: Tensor) -> None:
 
 def is_elsewhere(param: Tensor) -> bool:
     return getattr(param, _ELSEWHERE, False) is True
+
+
+def mark_stack(param: Tensor, stacked: bool = True) -> None:
+    """`param` [experts, ...] has a parameter of each expert along dimension 0."""
+    if stacked:
+        setattr(param, _STACK, True)
+    elif hasattr(param, _STACK):
+        delattr(param, _STACK)
+
+
+def is_stack(param: Tensor) -> bool:
+    """Whether `param` is several experts' parameters in one tensor, which are independent of one another."""
+    return getattr(param, _STACK, False) is True
 
 
 def expert_part(param: Tensor) -> ExpertPart | None:

@@ -17,21 +17,24 @@ _ATTRIBUTE = "_zero_tensor"
 @dataclass(frozen=True)
 class TensorShard:
     """Part `rank` of `size` along `dim`; with `sections` (a fused q, k, v) that part of each of them. `comm`: the ranks that
-    have the parts."""
+    have the parts. What these make up may itself be a part, `outer`, of the whole (experts that ranks share, and whose layers
+    others split)."""
 
     dim: int
     size: int
     rank: int
     sections: int = 1
     comm: Communicator | None = field(default=None, compare=False, repr=False)
+    outer: TensorShard | None = None
 
     @staticmethod
-    def over(comm: Communicator, dim: int, sections: int = 1) -> TensorShard:
+    def over(comm: Communicator, dim: int, sections: int = 1, outer: TensorShard | None = None) -> TensorShard:
         """This rank's part, where the ranks of `comm` have one each."""
-        return TensorShard(dim, comm.size, comm.rank, sections, comm)
+        return TensorShard(dim, comm.size, comm.rank, sections, comm, outer)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part, contiguous."""
+        whole = whole if self.outer is None else self.outer.cut(whole)
         parts = [s.chunk(self.size, self.dim)[self.rank] for s in whole.chunk(self.sections, self.dim)]
         return torch.cat(parts, self.dim).contiguous()
 
@@ -42,20 +45,26 @@ class TensorShard:
 
     def whole_shape(self, shape: Sequence[int]) -> torch.Size:
         """Shape of the whole of which a part has `shape`."""
+        joined = self.joined_shape(shape)
+        return joined if self.outer is None else self.outer.whole_shape(joined)
+
+    def joined_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Shape of what the parts of `shape` make up, the whole or its part `outer`."""
         return torch.Size([n * self.size if d == self.dim else n for d, n in enumerate(shape)])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole out of all ranks' parts."""
+        """What all ranks' parts make up, the whole or its part `outer`."""
         cut = [p.chunk(self.sections, self.dim) for p in parts]
         return torch.cat([p[s] for s in range(self.sections) for p in cut], self.dim)
 
     def gather(self, part: Tensor, subject: str) -> Tensor:
-        """The whole out of this rank's `part` and those of the others. Collective over `comm`."""
+        """The whole out of this rank's `part` and those of the others. Collective over `comm`, and then over that of `outer`."""
         if self.comm is None:
             raise ValueError(f"{subject}: this part does not know the ranks that have the others")
         full = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
         self.comm.all_gather(full, part.detach().contiguous().view(-1), subject).wait()
-        return self.join(list(full.view(self.size, *part.shape)))
+        joined = self.join(list(full.view(self.size, *part.shape)))
+        return joined if self.outer is None else self.outer.gather(joined, subject)
 
 
 def mark_tensor_shard(param: Tensor, shard: TensorShard | None) -> None:
@@ -91,6 +100,10 @@ def place(shard: TensorShard, shape: Sequence[int], offsets: Sequence[int], box:
         section, inside = divmod(at, part)
         stop = min(end, (section + 1) * part)
         start = section * part * shard.size + shard.rank * part + inside
-        whole = (*offsets[: shard.dim], start, *offsets[shard.dim + 1 :])
-        yield whole, box.narrow(shard.dim, at - offsets[shard.dim], stop - at)
+        there = (*offsets[: shard.dim], start, *offsets[shard.dim + 1 :])
+        held = box.narrow(shard.dim, at - offsets[shard.dim], stop - at)
+        if shard.outer is None:
+            yield there, held
+        else:
+            yield from place(shard.outer, shard.joined_shape(shape), there, held)
         at = stop
