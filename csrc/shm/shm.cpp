@@ -71,6 +71,9 @@ ZE_EXPORT void ze_shm_announced(int64_t group, int rank, int64_t* header, char* 
     std::memcpy(text, slot.text, sizeof slot.text);
 }
 
+// Whether an operation of this rank would find all others there already. While no operation runs.
+ZE_EXPORT int ze_shm_awaited(int64_t group) { return pointer<Group>(group)->awaited() ? 1 : 0; }
+
 ZE_EXPORT int ze_shm_finish(int64_t group) { return pointer<Group>(group)->finish(); }
 
 // -- collectives

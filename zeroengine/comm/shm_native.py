@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interrupt": (None, (_I64,)),
     "announce": (None, (_I64, _ARRAY, _TEXT)),
     "announced": (None, (_I64, _INT, _ARRAY, _TEXT)),
+    "awaited": (_INT, (_I64,)),
     "finish": (_INT, (_I64,)),
     "can_sum": (_INT, (_INT, _INT)),
     "all_gather": (_INT, (_I64, _I64, _I64, _I64)),

@@ -1,0 +1,61 @@
+"""A communicator between processes that meet in a store, for which no process group exists yet."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeroengine.comm.fingerprint import Fingerprint
+from zeroengine.comm.lane import Lane, Operation, Watch
+from zeroengine.comm.shared import SharedTransport
+from zeroengine.comm.shared_setup import SharedMemory
+from zeroengine.comm.torch_comm import TorchCommunicator
+from zeroengine.comm.two_level import TwoLevelTransport
+from zeroengine.comm.wire import Wire, wire_from_store
+
+
+def communicator_from_store(
+    name: str, store: dist.Store, ranks: tuple[int, ...], rank: int, watch: Watch, memory: SharedMemory, timeout: timedelta
+) -> TorchCommunicator:
+    """A new ordered stream between `ranks` (global), of which this process is the one in place `rank`; `store` is the group's own.
+    Collective; `watch` names ranks that do not come. `timeout` is Gloo's.
+
+    Messages go through shared memory if all ranks have that in common: then a receive from any rank has one place to look.
+    """
+    found: list[tuple[Wire, SharedTransport | TwoLevelTransport | None]] = []
+    peers = tuple(r for i, r in enumerate(ranks) if i != rank)
+    lane = Lane(f"creation of {name}", peers, watch, None)
+
+    def between_hosts(members: tuple[int, ...]) -> Wire:
+        return wire_from_store(dist.PrefixStore(f"between hosts, {members[0]}", store), members.index(ranks[rank]), len(members), timeout)
+
+    def make() -> None:
+        wire = wire_from_store(store, rank, len(ranks), timeout)
+        shared = memory.transport(name, wire, ranks, rank, between_hosts) if len(ranks) > 1 else None
+        found.append((wire, shared))
+
+    try:
+        lane.submit(Fingerprint("new_group", name, 0, torch.uint8), make).wait()
+    finally:
+        lane.close(0.0)
+    wire, shared = found[0]
+    return TorchCommunicator(name, wire, ranks, watch, shared=shared, channels=isinstance(shared, SharedTransport))
+
+
+class Alone:
+    """The watch of a process that waits for nobody but itself."""
+
+    def watch(self, lane: Lane) -> None:
+        return
+
+    def unwatch(self, lane: Lane) -> None:
+        return
+
+    def until(self, operation: Operation) -> None:
+        while not operation.finished_within(60.0):
+            pass
+
+    def explain(self, lane: Lane, what: str, error: Exception) -> Exception:
+        return error
