@@ -150,6 +150,9 @@ class BackendGroup(dist.ProcessGroup):
         return self._work([self._moves.all_to_all_list(outputs, inputs)], outputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        device = getattr(opts, "device", None)
+        if device is not None and device.type != "cpu":
+            return self._backends_of(device).barrier(opts)
         return self._work([self._moves.barrier()], [])
 
     # names of older releases, which scripts and C++ still use
@@ -208,6 +211,11 @@ class BackendGroup(dist.ProcessGroup):
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._comm.empty(size, torch.empty(0, dtype=dtype))
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """torch looks here for where objects travel and whether states can be saved in the background."""
+        return [torch.device(name) for name in dict.fromkeys(("cpu", *self._configured()))]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self if device.type == "cpu" else self._backends_of(device)._get_backend(device)
@@ -298,7 +306,7 @@ class BackendGroup(dist.ProcessGroup):
         """Device -> backend, as the group was asked for; empty while torch still makes it."""
         try:
             text = dist.get_backend_config(self)
-        except ValueError:
+        except (ValueError, TypeError):
             return {}
         return dict(part.split(":", 1) for part in text.split(",") if ":" in part)
 
