@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from tests.comm.processes import run_processes
 from tests.comm.test_faults import check
 from tests.ranks import run_ranks
+from zeroengine.errors import RankError
 from zeroengine.ops.build import library
 
 pytestmark = pytest.mark.skipif(library("shm").dll is None, reason="no native library; test_build.py fails where it should be")
@@ -476,6 +478,33 @@ def _alone(rank: int, world: int) -> list[float]:
 
 def test_one_rank() -> None:
     assert run_ranks(_alone, 1, timeout=60) == [[1.0] * 6]
+
+
+def _late(rank: int, world: int, comes: bool) -> str:
+    """The last rank needs longer for its start than a rank may be silent, or never comes."""
+    import zeroengine.comm.torch_backend  # noqa: F401
+
+    last = rank == world - 1
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0, wait_for_workers=False)
+    if last:
+        time.sleep(7)
+    if comes or not last:
+        try:
+            dist.init_process_group("zeroengine", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=40 if comes else 5))
+        except RankError as error:
+            return str(error)
+        dist.barrier()
+        dist.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_starts_late(comes: bool) -> None:
+    found = run_ranks(_late, 3, comes, timeout=60)
+    if comes:
+        assert found == [""] * 3
+    else:
+        assert all(f"rank {r}: rank 2 of 3 did not come" in text and "within 5 s" in text for r, text in enumerate(found[:2]))
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroengine.comm.fingerprint import Fingerprint
+from zeroengine.comm.fingerprint import Fingerprint, name_ranks
 from zeroengine.comm.lane import Lane, Operation, Watch
 from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.comm.torch_comm import TorchCommunicator
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.wire import Wire, wire_from_store
+from zeroengine.errors import RankError
 
 
 def communicator_from_store(
@@ -42,6 +43,23 @@ def communicator_from_store(
         lane.close(0.0)
     wire, shared = found[0]
     return TorchCommunicator(name, wire, ranks, watch, shared=shared, channels=isinstance(shared, SharedTransport))
+
+
+def await_ranks(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Returns when all of `size` ranks have called this; until then one of them may still be starting, and is not missing.
+
+    Raises RankError with those that have not come within `timeout`.
+    """
+    keys = [f"here/{r}" for r in range(size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timeout)
+    except Exception as error:  # of several classes, by the kind of store
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise RankError(
+            f"rank {rank}: {name_ranks(missing)} of {size} did not come to the start of torch.distributed within "
+            f"{timeout.total_seconds():g} s; look at the output of what was to start there"
+        ) from error
 
 
 class Alone:

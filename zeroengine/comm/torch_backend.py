@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroengine.comm.from_store import Alone, communicator_from_store
+from zeroengine.comm.from_store import Alone, await_ranks, communicator_from_store
 from zeroengine.comm.health import Monitor, end_monitor, install_hooks, process_monitor, start_monitor
 from zeroengine.comm.lane import Operation, Watch
 from zeroengine.comm.shared_setup import SharedMemory
@@ -259,6 +259,7 @@ class BackendGroup(dist.ProcessGroup):
         interval = min(1.0, patience / 10)
         if self._world:
             self._monitor = start_monitor(self, store, self.rank(), self.size(), interval)
+            await_ranks(store, self.rank(), self.size(), self._timeout)
             return HealthWatch(self._monitor, patience, limit)
         return HealthWatch(process_monitor(interval), patience, limit)
 
