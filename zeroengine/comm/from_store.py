@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,8 @@ from zeroengine.comm.torch_comm import TorchCommunicator
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.wire import Wire, wire_from_store
 from zeroengine.errors import RankError
+
+_LINGER_SECONDS = 1.0
 
 
 def communicator_from_store(
@@ -55,11 +58,19 @@ def await_ranks(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     try:
         store.wait(keys, timeout)
     except Exception as error:  # of several classes, by the kind of store
+        raise RankError(f"rank {rank}: {_who_is_missing(store, keys)} within {timeout.total_seconds():g} s") from error
+
+
+def _who_is_missing(store: dist.Store, keys: list[str]) -> str:
+    try:
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise RankError(
-            f"rank {rank}: {name_ranks(missing)} of {size} did not come to the start of torch.distributed within "
-            f"{timeout.total_seconds():g} s; look at the output of what was to start there"
-        ) from error
+    except Exception as error:  # its keeper has given up a moment earlier
+        return f"not all of {len(keys)} ranks came to the start of torch.distributed, and the store is gone ({error})"
+    time.sleep(_LINGER_SECONDS)  # this may be the process that keeps the store: others are about to look
+    return (
+        f"{name_ranks(missing)} of {len(keys)} did not come to the start of torch.distributed (look at the output of what was to "
+        "start there)"
+    )
 
 
 class Alone:

@@ -42,7 +42,8 @@ class BackendGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: timedelta, name: str) -> None:
         """`ranks`: global ones, empty for the default group. Collective."""
-        super().__init__(store, rank, size)
+        super().__init__(rank, size)  # torch's other constructor, which keeps the store, makes no objects of a subclass
+        self._store = store
         self._timeout = timeout
         self._name = name
         self._world = not ranks
@@ -186,8 +187,25 @@ class BackendGroup(dist.ProcessGroup):
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return NAME
+
+    # torch keeps a group's name in the backends of its devices, and there is none for the CPU
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
 
     def name(self) -> str:
         return NAME
@@ -278,7 +296,7 @@ class BackendGroup(dist.ProcessGroup):
 
     def _backends_of(self, device: torch.device) -> dist.ProcessGroup:
         if self._others is None:
-            self._others = dist.ProcessGroup(self.get_group_store(), self.rank(), self.size())
+            self._others = dist.ProcessGroup(self._store, self.rank(), self.size())
         if all(known.type != device.type for known in self._others._device_types):
             kind, backend = self._make_backend(device.type)
             for group in (self._others, self):
@@ -288,7 +306,7 @@ class BackendGroup(dist.ProcessGroup):
 
     def _make_backend(self, device: str) -> tuple[Any, Any]:
         name = self._configured().get(device) or dist.Backend.default_device_backend_map.get(device, "")
-        store = dist.PrefixStore(f"{device}/", self.get_group_store())
+        store = dist.PrefixStore(f"{device}/", self._store)
         kinds = dist.ProcessGroup.BackendType
         if name == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]  # only in builds for CUDA
