@@ -33,7 +33,10 @@ _GRACE = timedelta(seconds=60)  # Gloo's own timeout comes after ours, whose mes
 _ARENA = 16 << 30  # bytes of address space for the arena of a rank; pages exist where they were written
 
 
-class BackendGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs know each method under several signatures, of which one is called
+
+
+class BackendGroup(_ProcessGroup):
     """A process group of torch. Methods have the names and arguments of torch's; they return at once, with a `BackendWork`.
 
     Tensors of other devices go to the backend that the group was asked to have for them ("cuda:nccl"), which is made on first
@@ -309,11 +312,11 @@ class BackendGroup(dist.ProcessGroup):
         store = dist.PrefixStore(f"{device}/", self._store)
         kinds = dist.ProcessGroup.BackendType
         if name == "nccl":
-            options: Any = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]  # only in builds for CUDA
+            options: Any = dist.ProcessGroupNCCL.Options()  # only in builds for CUDA
             options._timeout = self._timeout
             options.global_ranks_in_group = list(self._members)
             options.group_name = self._name
-            return kinds.NCCL, dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)  # type: ignore[attr-defined]
+            return kinds.NCCL, dist.ProcessGroupNCCL(store, self.rank(), self.size(), options)
         if name == "gloo":
             return kinds.GLOO, dist.ProcessGroupGloo(store, self.rank(), self.size(), timeout=self._timeout)
         raise ConfigError(

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Work as TorchWork  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed.distributed_c10d import Work as TorchWork
 
 from zeroengine.comm.lane import Operation
 from zeroengine.errors import RankError
 
 
-class BackendWork(TorchWork):  # type: ignore[misc]  # the class is C++
+class BackendWork(TorchWork):
     """One or several operations, done when all are. `tensors`: the results."""
 
     def __init__(self, operations: Sequence[Operation], tensors: Sequence[Tensor], source: Sequence[int] = ()) -> None:

@@ -32,7 +32,7 @@ class Wire:
         _all_gather(self._group, output, input).wait()
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        options = dist.BroadcastOptions()  # type: ignore[attr-defined]  # not in torch's stubs
+        options = dist.BroadcastOptions()
         options.rootRank = src
         self._group.broadcast([tensor], options).wait()
 
