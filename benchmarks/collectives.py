@@ -1,4 +1,5 @@
-"""`python -m benchmarks.collectives`: collectives between processes of this host, ours against Gloo and a plain copy.
+"""`python -m benchmarks.collectives`: collectives between processes of this host, ours against Gloo and a plain copy. `message`: each
+rank sends the tensor to the next one.
 
 For every size and operation the systems take turns; reported are medians over the rounds and the ratio of Gloo to ours,
 round by round.
@@ -29,7 +30,7 @@ from benchmarks.harness import (
 )
 
 _DESCRIPTION = "Collectives through shared memory against Gloo and memcpy."
-_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "message")
 _SYSTEMS = ("shared", "staged", "gloo", "memcpy")
 _MIB = 1 << 20
 Times = dict[str, list[float]]

@@ -1,4 +1,5 @@
-"""The job of a process in `benchmarks.collectives`: one collective of one system at a time, on all ranks together."""
+"""The job of a process in `benchmarks.collectives`: one collective (or one message from each rank to the next) of one system at a
+time, on all ranks together."""
 
 from __future__ import annotations
 
@@ -60,6 +61,10 @@ class MovingJob:
             work = comm.all_reduce(full, operation, scale=1 / comm.size)
         elif operation == "broadcast":
             work = comm.broadcast(full, 0, operation)
+        elif operation == "message":
+            sent = comm.send(full, (comm.rank + 1) % comm.size, operation)
+            work = comm.recv(other, (comm.rank - 1) % comm.size, operation)
+            sent.wait()
         else:
             work = comm.all_to_all(other, full, operation)
         work.wait()
@@ -75,6 +80,11 @@ class MovingJob:
             full.div_(self.comm.size)
         elif operation == "broadcast":
             dist.broadcast(full, 0)
+        elif operation == "message":
+            sent = dist.isend(full, (self.comm.rank + 1) % self.comm.size)
+            dist.recv(other, (self.comm.rank - 1) % self.comm.size)
+            if sent is not None:
+                sent.wait()
         else:
             dist.all_to_all_single(other, full)
 

@@ -100,6 +100,15 @@ bool Group::agreed() const {
     return true;
 }
 
+bool Group::awaited() const {
+    for (int r = 0; r < size_; ++r) {
+        if (r == rank_) continue;
+        const uint32_t theirs = controls_[r]->meeting.load(std::memory_order_acquire);
+        if (static_cast<int32_t>(theirs - meeting_) <= 0) return false;
+    }
+    return true;
+}
+
 char* Group::stage() {
     ++turn_;
     return bases_[rank_] + staging_offset();

@@ -68,6 +68,9 @@ class Group {
     // Where peers find `data` in this rank's arena; staged() when it lies elsewhere.
     Source source_of(const void* data, size_t bytes) const;
 
+    // Whether all others have announced the meeting that this rank comes to next.
+    bool awaited() const;
+
     bool direct(int rank) const { return slot(rank).source.direct != 0; }
     bool any_direct() const;
     bool any_staged() const;

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <vector>
 
 #include "../ze/export.h"
 #include "collectives.h"
@@ -71,6 +72,9 @@ ZE_EXPORT void ze_shm_announced(int64_t group, int rank, int64_t* header, char* 
     std::memcpy(text, slot.text, sizeof slot.text);
 }
 
+// Whether an operation of this rank would find all others there already. While no operation runs.
+ZE_EXPORT int ze_shm_awaited(int64_t group) { return pointer<Group>(group)->awaited() ? 1 : 0; }
+
 ZE_EXPORT int ze_shm_finish(int64_t group) { return pointer<Group>(group)->finish(); }
 
 // -- collectives
@@ -112,4 +116,12 @@ ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, co
 // A copy as the collectives make it, for measurements.
 ZE_EXPORT void ze_shm_copy(int64_t target, int64_t source, int64_t bytes) {
     copy(pointer<void>(target), pointer<void>(source), static_cast<size_t>(bytes));
+}
+
+// A sum as the reductions make it, of `n` rows of this process, for comparisons with its twin.
+ZE_EXPORT void ze_shm_sum(int64_t out, const int64_t* rows, int n, int64_t count, int wire, int type, double scale,
+                          int accumulate) {
+    std::vector<const void*> sources;
+    for (int r = 0; r < n; ++r) sources.push_back(pointer<void>(rows[r]));
+    sum(pointer<void>(out), sources.data(), n, static_cast<size_t>(count), wire, type, scale, accumulate != 0);
 }

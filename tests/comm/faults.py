@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,43 @@ def caught(victim: int, timeout: float) -> None:
         except RuntimeError as error:
             print("CAUGHT", type(error).__name__, str(error)[:60], flush=True)
     sys.exit(7)
+
+
+def backend(victim: int, what: str, how: str) -> None:
+    """Rank `victim` of a plain script of torch.distributed ends, stops or goes another way while the others go on."""
+    import zeroengine.comm.torch_backend  # noqa: F401
+
+    dist.init_process_group("zeroengine", timeout=timedelta(seconds=4 if how == "sleep" else 600))
+    rank = dist.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+
+    def act() -> None:
+        if what == "ddp":
+            model(torch.ones(2, 300)).sum().backward()
+        elif what == "all_reduce":
+            dist.all_reduce(torch.ones(5))
+        elif rank == victim:
+            dist.send(torch.ones(5), 0, tag=7 if what == "tagged message" else 0)
+        elif rank == 0:
+            dist.recv(torch.ones(5), victim, tag=7 if what == "tagged message" else 0)
+        else:
+            return
+
+    act()
+    if rank == victim:
+        time.sleep(0.5)
+        fault()
+        if how == "raise":
+            raise ValueError("no such token")
+        if how == "sleep":
+            time.sleep(60)
+        if how == "other":
+            dist.all_gather_into_tensor(torch.empty(10), torch.ones(5))
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+    elif what.endswith("message") and rank != 0:
+        return
+    while True:
+        act()
 
 
 def absent(victim: int, timeout: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.comm.processes import run_processes
 from tests.comm.test_faults import LIMIT, check
 from tests.ranks import run_ranks
-from zeroengine.comm import Fabric, TorchCommunicator, init_distributed
+from zeroengine.comm import Fabric, TorchCommunicator, Work, init_distributed
 from zeroengine.comm.fixed_order import reduce_rows, wide_rows
 from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.errors import ConfigError
@@ -150,11 +150,12 @@ class Stream:
         self.comm = comm
         self.random = random.Random(seed)
         self.flying: deque[tuple] = deque()
+        self.sent: deque[Work] = deque()
         self.done = 0
 
     def issue(self, step: int) -> None:
         comm, n, me = self.comm, self.comm.size, self.comm.rank
-        kind = self.random.choice(("gather", "scatter", "reduce", "broadcast", "exchange", "barrier"))
+        kind = self.random.choice(("gather", "scatter", "reduce", "broadcast", "exchange", "barrier", "message"))
         size = self.random.choice((1, 3, 64, 700))
         if size == 700 and self.random.random() < 0.1:
             size = 60_000
@@ -174,6 +175,12 @@ class Stream:
             src = self.random.randrange(n)
             mine.fill_(float(step * 10 + me))
             self.flying.append((comm.broadcast(mine, src, f"s{step}"), mine, torch.tensor(float(step * 10 + src))))
+        elif kind == "message":
+            by = self.random.randrange(1, n)
+            mine.fill_(float(step * 10 + me))
+            self.sent.append(comm.send(mine, (me + by) % n, f"s{step}"))
+            got, src = torch.empty_like(mine), (me - by) % n
+            self.flying.append((comm.recv(got, src, f"s{step}"), got, torch.tensor(float(step * 10 + src))))
         elif kind == "exchange":
             got = comm.exchange(torch.tensor([step, me]), f"s{step}")
             assert got.tolist() == [[step, r] for r in range(n)]
@@ -187,6 +194,8 @@ class Stream:
     def check(self) -> None:
         work, got, want = self.flying.popleft()
         work.wait()
+        while self.sent and self.sent[0].done():
+            self.sent.popleft().wait()
         assert bool((got == want).all()), (got, want)
         self.done += 1
 

@@ -70,13 +70,20 @@ class Arena:
         with torch.inference_mode(False):  # it may outlive the evaluation in which it was made
             return torch.frombuffer(view, dtype=dtype)
 
-    def reserve(self, nbytes: int) -> int | None:
-        """Offset of a block that lasts as long as the arena; None when there is no room."""
+    def reserve(self, nbytes: int, *, counted: bool = True) -> int | None:
+        """Offset of a block that lasts as long as the arena; None when there is no room. One that is not `counted` in `bytes` is
+        written later or never: `count` says so."""
         offset = self._allocate(nbytes)
         if offset is not None:
             with self._lock:
-                self._reserved += self._live.pop(offset)
+                size = self._live.pop(offset)
+                self._reserved += size if counted else 0
         return offset
+
+    def count(self, nbytes: int) -> None:
+        """`nbytes` of reserved memory are in use from now on."""
+        with self._lock:
+            self._reserved += nbytes
 
     def bytes(self) -> int:
         """Bytes of blocks in use and of free ones that keep their pages, as far as they were written."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from torch import Tensor
+
+from zeroengine.comm.protocol import ReduceOp
+
+REDUCTIONS: tuple[str, ...] = get_args(ReduceOp)
 
 
 def require(condition: bool, what: str, name: str, subject: str) -> None:
@@ -44,7 +49,7 @@ def check_reduce_scatter(name: str, size: int, shard: Tensor, full: Tensor, scal
 
 
 def check_scale(name: str, tensor: Tensor, scale: float, subject: str, op: str = "sum") -> None:
-    require(op in ("sum", "max", "min"), f"reduction {op!r} is none of sum, max, min", name, subject)
+    require(op in REDUCTIONS, f"reduction {op!r} is none of {', '.join(REDUCTIONS)}", name, subject)
     require(scale == 1.0 or op == "sum", f"a scale of {scale} belongs to sum, not to {op}", name, subject)
     require(
         scale == 1.0 or tensor.is_floating_point() or tensor.is_complex(),

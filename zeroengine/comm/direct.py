@@ -24,7 +24,15 @@ from zeroengine.comm.torch_names import all_gather_single, all_to_all_single, re
 from zeroengine.device import local_device
 
 _REMEMBERED = 64
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "and": dist.ReduceOp.BAND,
+    "or": dist.ReduceOp.BOR,
+    "xor": dist.ReduceOp.BXOR,
+}
 
 
 class DirectWork:

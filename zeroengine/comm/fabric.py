@@ -21,6 +21,7 @@ from zeroengine.comm.torch_calls import OWN_GROUPS
 from zeroengine.comm.torch_comm import TorchCommunicator
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.watch import HealthWatch
+from zeroengine.comm.wire import Wire
 from zeroengine.errors import RankError
 
 AnyCommunicator = TorchCommunicator | DirectCommunicator | LocalCommunicator
@@ -68,10 +69,10 @@ class Fabric:
         if len(members) == 1:
             made = LocalCommunicator(name, self.rank)
         elif self.simulated:
-            made = TorchCommunicator(name, self._new_group(name, members, "fake"), members, None, simulate=True)
+            made = TorchCommunicator(name, Wire(self._new_group(name, members, "fake")), members, None, simulate=True)
         elif control or self.device.type == "cpu":
-            group, shared = self._watched_group(name, members)
-            made = TorchCommunicator(name, group, members, self._watch, shared=shared)
+            wire, shared = self._watched_wire(name, members)
+            made = TorchCommunicator(name, wire, members, self._watch, shared=shared)
         else:
             backend = dist.get_default_backend_for_device(self.device)
             made = DirectCommunicator(name, self._new_group(name, members, backend), members)
@@ -138,11 +139,11 @@ class Fabric:
         if any(made.name == name for made in self._made):
             raise ValueError(f"communicator {name!r} exists; streams of one fabric need different names")
 
-    def _watched_group(self, name: str, members: tuple[int, ...]) -> tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]:
+    def _watched_wire(self, name: str, members: tuple[int, ...]) -> tuple[Wire, SharedTransport | TwoLevelTransport | None]:
         """Connecting waits for every member: in a lane, so that one that never comes is named."""
         if self._watch is None:
             raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")
-        found: list[tuple[dist.ProcessGroup, SharedTransport | TwoLevelTransport | None]] = []
+        found: list[tuple[Wire, SharedTransport | TwoLevelTransport | None]] = []
         peers = tuple(r for r in members if r != self.rank)
         lane = Lane(f"creation of {name}", peers, self._watch, None)
         mark = Fingerprint("new_group", name, 0, torch.uint8)
@@ -151,8 +152,8 @@ class Fabric:
             group = self._new_group(name, members, "gloo")
             if len(members) < self.world_size:
                 _forget_addresses(group)
-            connect = partial(self._between_hosts, name)
-            found.append((group, self._memory.transport(name, group, members, members.index(self.rank), connect)))
+            wire, connect = Wire(group), partial(self._between_hosts, name)
+            found.append((wire, self._memory.transport(name, wire, members, members.index(self.rank), connect)))
 
         try:
             lane.submit(mark, make).wait()
@@ -160,11 +161,12 @@ class Fabric:
             lane.close(0.0)
         return found[0]
 
-    def _between_hosts(self, name: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+    def _between_hosts(self, name: str, members: tuple[int, ...]) -> Wire:
         group = self._new_group(f"{name} between hosts", members, "gloo")
         _forget_addresses(group)
-        dist.barrier(group=group)
-        return group
+        wire = Wire(group)
+        wire.barrier()
+        return wire
 
     def _new_group(self, name: str, members: tuple[int, ...], backend: str) -> dist.ProcessGroup:
         make = partial(

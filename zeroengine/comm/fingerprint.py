@@ -14,7 +14,7 @@ from zeroengine.errors import DivergenceError
 
 KINDS = (
     "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv", "exchange", "barrier",
-    "new_group",
+    "new_group", "reduce", "gather", "scatter",
 )  # fmt: skip
 SUBJECT_BYTES = 256
 _KIND_CODE = {kind: i for i, kind in enumerate(KINDS)}

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from zeroengine.comm.protocol import ReduceOp
 
-_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
 
 
 def wide_rows(rows: Tensor, dtype: torch.dtype, scratch: Tensor) -> Tensor:

@@ -114,6 +114,8 @@ class Monitor:
         The rank that keeps the store stays for up to two more while others have not ended: they may be about to read
         why somebody failed.
         """
+        if not self._thread.is_alive():
+            return  # the end has been told
         if self._end is None or self._end[0] != "failed":
             self._end = (state, error[-_ERROR_CHARACTERS:], secondary)
             self._sent.clear()
@@ -265,6 +267,7 @@ def _key(rank: int) -> str:
 
 # A process has one main thread, one sys.excepthook and one default process group, hence one monitor.
 _monitors: list[tuple[object, Monitor]] = []
+_hooked: list[Monitor] = []
 
 
 def process_monitor(interval: float = 1.0) -> Monitor:
@@ -274,16 +277,35 @@ def process_monitor(interval: float = 1.0) -> Monitor:
         if owner is group:
             return monitor
     store = dist.distributed_c10d._get_default_store()
-    own: dist.Store = store.clone()  # type: ignore[attr-defined]
-    own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    monitor = Monitor(own, dist.get_rank(), dist.get_world_size(), None if agent else 0, interval)
-    _monitors[:] = [(group, monitor)]
-    _install_hooks(monitor)
+    monitor = start_monitor(group, store, dist.get_rank(), dist.get_world_size(), interval)
+    install_hooks(monitor)
     return monitor
 
 
-def _install_hooks(monitor: Monitor) -> None:
+def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, interval: float) -> Monitor:
+    """The monitor of this process for what is or becomes the default process group, whose store is `store`."""
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    monitor = Monitor(own, rank, world_size, None if agent else 0, interval)
+    _monitors[:] = [(group, monitor)]
+    return monitor
+
+
+def end_monitor(group: object) -> None:
+    """The default process group ends before its process does."""
+    for owner, monitor in list(_monitors):
+        if owner is group:
+            _monitors.clear()
+            monitor.record_end("exited")
+
+
+def install_hooks(monitor: Monitor) -> None:
+    """Has the end of this process told to the others, once for each monitor. After `init_process_group`, which puts a hook of its
+    own around those that it finds, and would swallow what an error prints."""
+    if monitor in _hooked:
+        return
+    _hooked[:] = [monitor]
     previous, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -54,6 +54,11 @@ class Operation:
     def done(self) -> bool:
         return self._finished.is_set()
 
+    @property
+    def error(self) -> Exception | None:
+        """What it ended with, if with an error."""
+        return self._error
+
     def finished_within(self, seconds: float) -> bool:
         return self._finished.wait(seconds)
 

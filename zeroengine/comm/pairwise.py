@@ -1,97 +1,174 @@
 """Point-to-point messages: one lane for each direction of each pair of ranks, made on first use.
 
 Separate lanes, so that a message that is late never holds up another pair's: with one queue, rank A waiting for B could
-keep C from the message that B is waiting for.
+keep C from the message that B is waiting for. Each tag has lanes of its own, for messages with different tags may be received
+in another order than they were sent.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, as_bytes, decode, divergence
 from zeroengine.comm.lane import Lane, Operation, Watch
+from zeroengine.comm.shared import Channel, SharedTransport
+from zeroengine.comm.two_level import TwoLevelTransport
+from zeroengine.comm.wire import Wire
 
 _HEADER_BYTES = Fingerprint.WIDTH * 8 + SUBJECT_BYTES
+_LARGEST_TAG = 2**31 // 3 - 1  # a message over the wire has three tags, which are C integers
+_LONGEST_PAUSE = 1e-3  # seconds between two looks for a message from anywhere
+_ANY = -1
+
+
+@dataclass
+class _Line:
+    """Messages of one tag from rank `src` of the group to rank `dst`: how many have moved, and through what (None: the wire)."""
+
+    src: int
+    dst: int
+    tag: int
+    lane: Lane
+    channel: Channel | None
+    moved: int = 0
 
 
 class PairLanes:
-    """Sends and receives of one communicator. Both ends exchange a header before data moves (Gloo ends the process when
-    sizes differ). A receiver that is early has said what it expects before the sender comes, and has asked for the data: so a
-    message takes one way, not three."""
+    """Sends and receives of one communicator, by ranks of the group. Messages with tag 0 go through memory that both ends share
+    where `shared` has a channel for them. Elsewhere both ends exchange a header over the wire before data moves (Gloo ends the
+    process when sizes differ). A receiver that is early has said what it expects before the sender comes, and has asked for the data:
+    so a message takes one way, not three."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, watch: Watch) -> None:
+    def __init__(
+        self, name: str, wire: Wire, ranks: tuple[int, ...], rank: int, watch: Watch, shared: SharedTransport | TwoLevelTransport | None
+    ) -> None:
         self._name = name
-        self._group = group
+        self._wire = wire
         self._ranks = ranks
         self._rank = rank
         self._watch = watch
-        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._shared = shared
+        self._lines: dict[tuple[int, int, int], _Line] = {}
+        self._lock = threading.Lock()  # a receive from anywhere makes lines in a thread of its own
 
-    def send(self, tensor: Tensor, dst: int, subject: str) -> Operation:
-        return self._submit(tensor, self._rank, dst, subject)
+    def send(self, tensor: Tensor, dst: int, subject: str, tag: int = 0) -> Operation:
+        return self._submit("send", tensor, self._line(self._rank, dst, tag), subject)
 
-    def recv(self, tensor: Tensor, src: int, subject: str) -> Operation:
-        return self._submit(tensor, src, self._rank, subject)
+    def recv(self, tensor: Tensor, src: int, subject: str, tag: int = 0) -> Operation:
+        return self._submit("recv", tensor, self._line(src, self._rank, tag), subject)
 
-    def running(self) -> bool:
-        return any(lane.running() for lane in self._lanes.values())
-
-    def close(self, seconds: float) -> None:
-        for lane in self._lanes.values():
-            lane.close(seconds)
-
-    def _submit(self, tensor: Tensor, src: int, dst: int, subject: str) -> Operation:
-        lane = self._lanes.get((src, dst))
-        peer = self._ranks[dst if src == self._rank else src]
-        if lane is None:
-            key = f"{self._name} {self._ranks[src]}->{self._ranks[dst]}"
-            lane = self._lanes[src, dst] = Lane(key, (peer,), self._watch, None)
-        mark = Fingerprint("send" if src == self._rank else "recv", subject, tensor.numel(), tensor.dtype)
-        tags = _tags(src, dst, len(self._ranks))
-        index = lane.issued
+    def recv_from_any(self, tensor: Tensor, subject: str, tag: int, told: Callable[[int], None]) -> Operation:
+        """Receives the first message with `tag`, whoever sent it, and tells who did. For a group in which all pairs of ranks have a
+        channel or none has."""
+        line = self._line(_ANY, self._rank, tag)
+        mark = Fingerprint("recv", subject, tensor.numel(), tensor.dtype, _detail(tag))
 
         def run() -> None:
-            data = as_bytes(tensor) if tensor.numel() else None
-            coming = None
-            if data is not None and mark.kind == "recv":  # the sender sends nothing else: it looks at our header first
-                coming = dist.irecv(data, peer, group=self._group, tag=tags[2])
-            self._meet(mark, index, peer, tags)
-            if coming is not None:
-                coming.wait()
-            elif data is not None:
-                dist.send(data, peer, group=self._group, tag=tags[2])
+            shared = self._shared is not None and tag == 0
+            told(self._take_first(tensor, subject, line.lane) if shared else self._first_over_wire(mark, tensor, tag))
 
-        return lane.submit(mark, run)
+        return line.lane.submit(mark, run)
 
-    def _meet(self, mark: Fingerprint, index: int, peer: int, tags: tuple[int, int, int]) -> None:
-        """Exchanges headers with the peer and compares all but the kind of operation."""
+    def lanes(self) -> list[Lane]:
+        return [line.lane for line in list(self._lines.values())]
+
+    def running(self) -> bool:
+        return any(lane.running() for lane in self.lanes())
+
+    def close(self, seconds: float) -> None:
+        for lane in self.lanes():
+            lane.close(seconds)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _line(self, src: int, dst: int, tag: int) -> _Line:
+        with self._lock:
+            line = self._lines.get((src, dst, tag))
+            if line is None:
+                line = self._lines[src, dst, tag] = self._make(src, dst, tag)
+            return line
+
+    def _make(self, src: int, dst: int, tag: int) -> _Line:
+        if not 0 <= tag <= _LARGEST_TAG:
+            raise ValueError(f"communicator {self._name!r}: tag {tag} of a message is outside 0..{_LARGEST_TAG}")
+        ends = f"{self._name} {'any' if src == _ANY else self._ranks[src]}->{self._ranks[dst]}"
+        key = f"{ends}, tag {tag}" if tag else ends
+        if src == _ANY:  # no rank is to blame when none has sent
+            return _Line(src, dst, tag, Lane(key, (), self._watch, None), None)
+        peer = self._ranks[dst if src == self._rank else src]
+        channel = self._shared.channel(src, dst) if self._shared is not None and tag == 0 else None
+        return _Line(src, dst, tag, Lane(key, (peer,), self._watch, None, channel.interrupt if channel is not None else None), channel)
+
+    def _submit(self, kind: str, tensor: Tensor, line: _Line, subject: str) -> Operation:
+        mark = Fingerprint(kind, subject, tensor.numel(), tensor.dtype, _detail(line.tag))
+        return line.lane.submit(mark, partial(self._move, mark, tensor, line))
+
+    def _move(self, mark: Fingerprint, tensor: Tensor, line: _Line) -> None:
+        if line.channel is None:
+            self._over_wire(mark, tensor, line)
+            return
+        index, line.moved = line.moved, line.moved + 1
+        line.channel.move(mark, index, tensor)
+
+    def _over_wire(self, mark: Fingerprint, tensor: Tensor, line: _Line, theirs: Tensor | None = None) -> None:
+        """`theirs`: the sender's header, if it has come already."""
+        index, line.moved = line.moved, line.moved + 1
+        peer = line.dst if mark.kind == "send" else line.src
         header = torch.tensor(mark.header(index), dtype=torch.int64)
-        text = torch.frombuffer(bytearray(mark.text()), dtype=torch.uint8)
-        mine = torch.cat([header.view(torch.uint8), text])
-        theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-        mine_tag, their_tag = (tags[0], tags[1]) if mark.kind == "send" else (tags[1], tags[0])
-        works = [
-            dist.isend(mine, peer, group=self._group, tag=mine_tag),
-            dist.irecv(theirs, peer, group=self._group, tag=their_tag),
-        ]
+        mine = torch.cat([header.view(torch.uint8), torch.frombuffer(bytearray(mark.text()), dtype=torch.uint8)])
+        from_sender, from_receiver, data = (3 * line.tag + i for i in range(3))
+        mine_tag, their_tag = (from_sender, from_receiver) if mark.kind == "send" else (from_receiver, from_sender)
+        receives, moving = mark.kind == "recv", tensor.numel() > 0
+        # A receiver asks for the data at once: the sender looks at our header before it sends any.
+        coming = self._wire.receive(as_bytes(tensor), peer, data) if receives and moving else None
+        works = [self._wire.send(mine, peer, mine_tag)]
+        if theirs is None:
+            theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            works.append(self._wire.receive(theirs, peer, their_tag))
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
+        self._compare(mark, header.tolist(), theirs, peer)
+        if coming is not None:
+            coming.wait()
+        elif moving:
+            self._wire.send(as_bytes(tensor), peer, data).wait()
+
+    def _compare(self, mark: Fingerprint, own: list[int], theirs: Tensor, peer: int) -> None:
+        """All but the kind of operation."""
         cut = Fingerprint.WIDTH * 8
         other = theirs[:cut].clone().view(torch.int64).tolist()
-        own = header.tolist()
         if [own[0], *own[2:]] != [other[0], *other[2:]]:
             me = self._ranks[self._rank]
-            lines = [
-                (me, decode(own, mark.text())),
-                (peer, decode(other, bytes(theirs[cut:].tolist()))),
-            ]
+            lines = [(me, decode(own, mark.text())), (self._ranks[peer], decode(other, bytes(theirs[cut:].tolist())))]
             raise divergence(self._name, me, lines)
 
+    def _first_over_wire(self, mark: Fingerprint, tensor: Tensor, tag: int) -> int:
+        theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        src = self._wire.receive_from_any(theirs, 3 * tag)
+        self._over_wire(mark, tensor, self._line(src, self._rank, tag), theirs)
+        return src
 
-def _tags(src: int, dst: int, size: int) -> tuple[int, int, int]:
-    """Tags of the sender's header, the receiver's header and the data of one direction."""
-    base = 3 * (src * size + dst) + 1
-    return base, base + 1, base + 2
+    def _take_first(self, tensor: Tensor, subject: str, lane: Lane) -> int:
+        """Looks at all channels in turn until one has a message, which its own lane then receives."""
+        lines = [self._line(src, self._rank, 0) for src in range(len(self._ranks)) if src != self._rank]
+        pause = 0.0
+        while lane.error is None:
+            for line in lines:
+                # a lane at work has its channel for itself, and what it receives is not for us
+                if line.channel is not None and line.lane.head() is None and line.channel.awaited():
+                    self._submit("recv", tensor, line, subject).wait()
+                    return line.src
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE, pause + 1e-5)
+        raise lane.error
+
+
+def _detail(tag: int) -> str:
+    return f"tag {tag}" if tag else ""

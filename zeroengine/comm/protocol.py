@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-ReduceOp = Literal["sum", "max", "min"]
+ReduceOp = Literal["sum", "max", "min", "product", "and", "or", "xor"]
 
 
 class Work(Protocol):

@@ -30,10 +30,11 @@ def init_distributed(
 ) -> None:
     """Initialises torch.distributed once; a second call does nothing.
 
-    The backend follows the device (Gloo on CPU; NCCL for CUDA tensors with Gloo beside it for CPU tensors). Rank, world
-    size and meeting point come from torchrun's environment variables, from an MPI launcher's with `auto_mpi_discovery`,
-    or from the arguments; a process without any becomes a world of one and needs no port. `timeout` is a timedelta or
-    seconds. `config` is accepted for compatibility and has no part in this.
+    The backend follows the device (Gloo on CPU; NCCL for CUDA tensors with Gloo beside it for CPU tensors) unless `dist_backend`
+    names one, as "zeroengine" (see `comm.torch_backend`) or "cpu:zeroengine,cuda:nccl". Rank, world size and meeting point
+    come from torchrun's environment variables, from an MPI launcher's with `auto_mpi_discovery`, or from the arguments; a
+    process without any becomes a world of one and needs no port. `timeout` is a timedelta or seconds. `config` is accepted
+    for compatibility and has no part in this.
 
     Raises `ConfigError` for missing or contradictory variables and `RankError`, within seconds and on every rank, when
     the port is not ours.
@@ -43,6 +44,8 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise ConfigError("dist_init_required=False, but torch.distributed is not initialised; initialise it first")
+    if "zeroengine" in _backend_names(dist_backend):
+        import zeroengine.comm.torch_backend  # noqa: F401  # registers it; a plugin that nobody asked for would change torch's defaults
     wait = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     backend = dist_backend or _default_backend()
     if init_method is not None and init_method != "env://":
@@ -71,6 +74,11 @@ def _default_backend() -> str:
         if device is not None and device.type != "cpu":
             return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     return "gloo"
+
+
+def _backend_names(text: str | None) -> list[str]:
+    """Of "gloo" or "cpu:gloo,cuda:nccl"."""
+    return [part.rpartition(":")[2] for part in (text or "").lower().split(",")]
 
 
 def get_local_rank() -> int:

@@ -15,19 +15,23 @@ Results do not depend on where tensors lie, and are those of `transport.Transpor
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from zeroengine.comm.arena import Arena
-from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
+from zeroengine.comm.fingerprint import KINDS, SUBJECT_BYTES, Fingerprint, decode, divergence
 from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
 from zeroengine.comm.shm_native import DIVERGED, DONE, TYPES, Native, integers
 from zeroengine.comm.transport import FixedOrder
 from zeroengine.errors import RankError
+
+OpenPair = Callable[[int, int], int]
+"""Places of sender and receiver -> handle of a native group."""
 
 _SMALL = 128 * 1024
 """Bytes up to which staging is cheaper than the closing meeting of shared memory."""
@@ -38,7 +42,10 @@ class SharedTransport(FixedOrder):
 
     kind = "shared memory"
 
-    def __init__(self, name: str, native: Native, arena: Arena, handle: int, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(
+        self, name: str, native: Native, arena: Arena, handle: int, ranks: tuple[int, ...], rank: int, open_pair: OpenPair | None = None
+    ) -> None:
+        """`open_pair(src, dst)` makes the native group of two for messages; None: there is none."""
         self.name = name
         self.ranks = ranks
         self.rank = rank
@@ -48,6 +55,8 @@ class SharedTransport(FixedOrder):
         self._arena = arena
         self._handle = handle
         self._subject = ""
+        self._open_pair = open_pair
+        self._channels: dict[tuple[int, int], Channel] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -64,20 +73,36 @@ class SharedTransport(FixedOrder):
         if self._handle:
             self._native.interrupt(self._handle)
 
-    def forget_group(self) -> None:
-        """Ends the transport. Its control block stays: a peer may still read what this rank announced last."""
+    def end(self) -> None:
+        """Ends the transport, and the channels. Control blocks stay: a peer may still read what this rank announced last."""
+        while self._channels:
+            self._channels.popitem()[1].end()
         handle, self._handle = self._handle, 0
         if handle:
             self._native.group_delete(handle)
+
+    def channel(self, src: int, dst: int) -> Channel | None:
+        """For messages from place `src` to place `dst`, of which one is this rank's; None where there is no room for them, on
+        all ranks alike. From the thread that will use it, or before any does."""
+        if self._open_pair is None:
+            return None
+        made = self._channels.get((src, dst))
+        if made is None:
+            ends = (self.ranks[src], self.ranks[dst])
+            handle, place = self._open_pair(src, dst), Channel.SENDER if src == self.rank else Channel.RECEIVER
+            made = self._channels[src, dst] = Channel(self.name, self._native, self._arena, handle, ends, place)
+        return made
 
     # -- an operation ------------------------------------------------------------------------------------------------
 
     def verify(self, operation: Operation) -> None:
         """Has the first meeting of the operation compare its fingerprint: `DivergenceError` on every rank when they
         differ."""
-        mark = operation.fingerprint
+        self.announce(operation.fingerprint, operation.index)
+
+    def announce(self, mark: Fingerprint, index: int) -> None:
         self._subject = mark.describe()
-        self._native.announce(self._handle, integers(mark.header(operation.index)), mark.text())
+        self._native.announce(self._handle, integers(mark.header(index)), mark.text())
 
     def finish(self) -> None:
         """Meets, if the operation has not: one without data is a barrier."""
@@ -150,8 +175,32 @@ class SharedTransport(FixedOrder):
         for index, rank in enumerate(self.ranks):
             header, text = (ctypes.c_int64 * Fingerprint.WIDTH)(), ctypes.create_string_buffer(SUBJECT_BYTES)
             self._native.announced(self._handle, index, header, text)
-            lines.append((rank, decode(list(header), text.raw)))
+            lines.append((rank, self._decoded(index, list(header), text.raw)))
         return divergence(self.name, self.ranks[self.rank], lines)
+
+    def _decoded(self, index: int, header: list[int], text: bytes) -> str:
+        return decode(header, text)
+
+
+class Channel(SharedTransport):
+    """Messages from one rank to one other, in order. Both ends of a message are the same operation to the comparison."""
+
+    SENDER, RECEIVER = range(2)
+
+    def move(self, mark: Fingerprint, index: int, tensor: Tensor) -> None:
+        """Message number `index`; returns when it was received. Raises `DivergenceError` on both ranks if the other end has
+        another subject, size or type."""
+        self.announce(replace(mark, kind="send"), index)
+        self.broadcast(tensor, self.SENDER)
+        self.finish()
+
+    def awaited(self) -> bool:
+        """Whether a message is there to be received. While none is."""
+        return bool(self._native.awaited(self._handle))
+
+    def _decoded(self, index: int, header: list[int], text: bytes) -> str:
+        kind = KINDS.index("send" if index == self.SENDER else "recv")
+        return super()._decoded(index, [header[0], kind, *header[2:]], text)
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -10,18 +10,18 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from zeroengine.comm.arena import Arena
 from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shm_native import Native, integers, native
-from zeroengine.comm.torch_names import all_gather_single
 from zeroengine.comm.transport import Transport
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.verify import HeaderCheck
 from zeroengine.comm.whereabouts import machine_id
+from zeroengine.comm.wire import Wire
 from zeroengine.errors import ConfigError
 from zeroengine.logging import logger
 
@@ -30,22 +30,24 @@ _CHOICES = ("auto", "gloo")
 _HALF = 4 << 20  # bytes of half a staging area: a round is worth its meeting also where ranks share cores
 _ADDRESS_SPACE = 16 << 40  # for the arenas of all ranks of the host; a process has 128 TiB
 _SPIN = 300  # looks at a peer's word before sleeping, some microseconds: cores are short, and sleeping costs as much
+_HALF_OF_PAIR = 1 << 20  # bytes of half the staging area of messages from one rank to one other
 
-Connect = Callable[[tuple[int, ...]], dist.ProcessGroup]
+Connect = Callable[[tuple[int, ...]], Wire]
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank says of itself. `reason` is empty when it can share memory."""
+    """What a rank says of itself. `reason` is empty when it can share memory. `control`: where its control block begins in
+    its arena."""
 
     reason: str
     machine: str
-    pid: int
-    fd: int
-    size: int
-    control: int
-    device: int
-    inode: int
+    pid: int = 0
+    fd: int = 0
+    size: int = 0
+    control: int = 0
+    device: int = 0
+    inode: int = 0
 
     _NUMBERS = struct.Struct("<6q")
     _TEXT = 160
@@ -61,46 +63,68 @@ class _Offer:
         return cls(reason, machine, *cls._NUMBERS.unpack(data[:at]))
 
 
+@dataclass(frozen=True)
+class _Mapped:
+    """Why a rank could not map its peers' arenas, or nothing, and where its control blocks of messages begin."""
+
+    reason: str
+    pairs: int
+
+    _FORM = struct.Struct("<q200s")
+
+    def pack(self) -> bytes:
+        return self._FORM.pack(self.pairs, self.reason.encode())
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Mapped:
+        pairs, text = cls._FORM.unpack(data)
+        return cls(text.rstrip(b"\0").decode(errors="replace"), pairs)
+
+
 class SharedMemory:
     """This process' arena and the peers' arenas, for all groups of one fabric. Made on first use."""
 
-    def __init__(self, world_size: int) -> None:
-        """Raises ConfigError for a value of ZE_COMM that is none."""
+    def __init__(self, world_size: int, budget: int = _ADDRESS_SPACE) -> None:
+        """`budget`: bytes of address space for the arenas of all ranks. Raises ConfigError for a value of ZE_COMM that is none."""
         self._mode = os.environ.get(ENVIRONMENT, "").strip().lower() or "auto"
         if self._mode not in _CHOICES:
             raise ConfigError(f"{ENVIRONMENT}={self._mode}: it is one of {', '.join(_CHOICES)}")
-        self._budget = _ADDRESS_SPACE // max(1, world_size)
+        self._budget = budget // max(1, world_size)
         self._native: Native | None = None
         self._arena: Arena | None = None
         self._peers: dict[tuple[int, int], tuple[int, int]] = {}  # (device, inode) -> address, bytes
         self._told = False
 
     def transport(
-        self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, connect: Connect
+        self, name: str, wire: Wire, ranks: tuple[int, ...], rank: int, connect: Connect
     ) -> SharedTransport | TwoLevelTransport | None:
-        """Shared memory between the ranks of `group` (Gloo), or of each host and Gloo between hosts; or None for all ranks
-        alike. `connect(ranks)` makes a Gloo group of some of them. Collective."""
-        offers = [_Offer.unpack(data) for data in _gather(group, self._offer(name).pack(), len(ranks))]
+        """Shared memory between the ranks that `wire` (Gloo) connects, or of each host and Gloo between hosts; or None for all
+        ranks alike. `connect(ranks)` makes a Gloo group of some of them. Collective."""
+        offers = [_Offer.unpack(data) for data in _gather(wire, self._offer(name).pack(), len(ranks))]
         hosts = _hosts(offers)
         reason = _objection(offers, hosts, ranks)
         mine = next(host for host in hosts if rank in host)
         place = mine.index(rank)
         bases: list[int] = []
+        told: list[_Mapped] = []
         if not reason:
             bases, reason = self._map_all([offers[i] for i in mine], place)
-            told = [data.rstrip(b"\0").decode(errors="replace") for data in _gather(group, _short(reason), len(ranks))]
-            reason = next((f"rank {r}: {text}" for r, text in zip(ranks, told, strict=True) if text), "")
+            told = [_Mapped.unpack(data) for data in _gather(wire, _Mapped(reason, self._pairs(len(mine))).pack(), len(ranks))]
+            reason = next((f"rank {r}: {said.reason}" for r, said in zip(ranks, told, strict=True) if said.reason), "")
         if reason or self._native is None or self._arena is None:
             self._tell(name, rank, reason)
             return None
         controls = integers([offers[i].control for i in mine])
         handle = self._native.group_new(len(mine), place, integers(bases), controls, self._arena.size, _HALF, _SPIN)
-        inside = SharedTransport(name, self._native, self._arena, handle, tuple(ranks[i] for i in mine), place)
+        pairs = None
+        if all(said.pairs >= 0 for said in told):
+            pairs = partial(_open_pair, self._native, self._arena, bases, [told[i].pairs for i in mine], place)
+        inside = SharedTransport(name, self._native, self._arena, handle, tuple(ranks[i] for i in mine), place, pairs)
         if len(hosts) == 1:
             return inside
         peers = tuple(ranks[host[place]] for host in hosts)
         between = Transport(connect(peers), peers, hosts.index(mine))
-        return TwoLevelTransport(Transport(group, ranks, rank), inside, between, HeaderCheck(name, group, ranks, rank))
+        return TwoLevelTransport(Transport(wire, ranks, rank), inside, between, HeaderCheck(name, wire, ranks, rank))
 
     def bytes(self) -> int:
         """Bytes of this process' arena that are in use or kept for the next tensor."""
@@ -119,15 +143,27 @@ class SharedMemory:
 
     def _offer(self, name: str) -> _Offer:
         reason = self._ready()
-        arena = self._arena
-        if reason or arena is None or self._native is None:
-            return _Offer(reason, machine_id(), 0, 0, 0, 0, 0, 0)
-        control = arena.reserve(self._native.control_bytes(_HALF))
+        native, arena = self._native, self._arena
+        if reason or arena is None or native is None:
+            return _Offer(reason, machine_id())
+        control = arena.reserve(native.control_bytes(_HALF))
         if control is None:
-            return _Offer(f"no room for communicator {name!r} in {arena.size >> 20} MiB", machine_id(), 0, 0, 0, 0, 0, 0)
-        self._native.control_clear(arena.base + control)
+            return _Offer(f"no room for communicator {name!r} in {arena.size >> 20} MiB", machine_id())
+        native.control_clear(arena.base + control)
         file = os.fstat(arena.fd)
         return _Offer("", machine_id(), os.getpid(), arena.fd, arena.size, control, file.st_dev, file.st_ino)
+
+    def _pairs(self, places: int) -> int:
+        """Where the control blocks of messages to and from each place of this host begin; -1 if there is no room for them."""
+        if self._native is None or self._arena is None:
+            return -1
+        each = self._native.control_bytes(_HALF_OF_PAIR)
+        start = self._arena.reserve(2 * places * each, counted=False)
+        if start is None:
+            return -1
+        for at in range(start, start + 2 * places * each, each):
+            self._native.control_clear(self._arena.base + at)
+        return start
 
     def _ready(self) -> str:
         """Makes the arena; why there is none, or nothing."""
@@ -186,6 +222,16 @@ class SharedMemory:
         level(f"communicator {name!r} moves data over Gloo: {reason}")
 
 
+def _open_pair(native: Native, arena: Arena, bases: list[int], pairs: list[int], place: int, src: int, dst: int) -> int:
+    """The native group for messages from place `src` to place `dst`. A rank's blocks lie by peer: what goes out, what comes in."""
+    each = native.control_bytes(_HALF_OF_PAIR)
+    if place == src:
+        arena.count(each)
+    controls = integers([pairs[src] + 2 * dst * each, pairs[dst] + (2 * src + 1) * each])
+    ends = integers([bases[src], bases[dst]])
+    return int(native.group_new(2, int(place == dst), ends, controls, arena.size, _HALF_OF_PAIR, _SPIN))
+
+
 def _hosts(offers: list[_Offer]) -> list[list[int]]:
     """Places in the group by host, in the order in which hosts come."""
     found: dict[str, list[int]] = {}
@@ -211,12 +257,8 @@ def _objection(offers: list[_Offer], hosts: list[list[int]], ranks: tuple[int, .
     return ""
 
 
-def _short(text: str) -> bytes:
-    return text.encode()[:200].ljust(200, b"\0")
-
-
-def _gather(group: dist.ProcessGroup, own: bytes, size: int) -> list[bytes]:
+def _gather(wire: Wire, own: bytes, size: int) -> list[bytes]:
     rows = torch.empty(size * len(own), dtype=torch.uint8)
-    all_gather_single(rows, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=group)
+    wire.all_gather(rows, torch.frombuffer(bytearray(own), dtype=torch.uint8))
     data = bytes(rows.tolist())
     return [data[i : i + len(own)] for i in range(0, len(data), len(own))]

@@ -22,6 +22,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interrupt": (None, (_I64,)),
     "announce": (None, (_I64, _ARRAY, _TEXT)),
     "announced": (None, (_I64, _INT, _ARRAY, _TEXT)),
+    "awaited": (_INT, (_I64,)),
     "finish": (_INT, (_I64,)),
     "can_sum": (_INT, (_INT, _INT)),
     "all_gather": (_INT, (_I64, _I64, _I64, _I64)),
@@ -30,6 +31,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "broadcast": (_INT, (_I64, _I64, _I64, _INT)),
     "all_to_all": (_INT, (_I64, _I64, _I64, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _I64, _I64)),
     "copy": (None, (_I64, _I64, _I64)),
+    "sum": (None, (_I64, _ARRAY, _INT, _I64, _INT, _INT, _F64, _INT)),
 }  # fmt: skip
 
 DONE, DIVERGED, INTERRUPTED = range(3)

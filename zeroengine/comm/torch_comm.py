@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm import checks
 from zeroengine.comm.fingerprint import Fingerprint
-from zeroengine.comm.lane import Lane, Watch
+from zeroengine.comm.lane import Lane, Operation, Watch
 from zeroengine.comm.listening import Listener, Movement, Watched, heard
 from zeroengine.comm.local import Finished
 from zeroengine.comm.pairwise import PairLanes
@@ -20,50 +19,56 @@ from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.transport import SimulatedTransport, Transport
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.verify import HeaderCheck
+from zeroengine.comm.wire import Wire
+
+AnyTransport = Transport | SharedTransport | TwoLevelTransport
 
 _CLOSE_SECONDS = 5.0
 _INTERRUPT_SECONDS = 2.0
 
 
 class TorchCommunicator:
-    """Collectives of `group` over CPU tensors, run in order by one worker thread.
+    """Collectives of the ranks that `wire` connects over CPU tensors, run in order by one worker thread.
 
     Before an operation moves data, ranks compare its fingerprint (one small all-gather): Gloo ends the process when
     sizes differ, and mixes weights without a word when only the order does. `watch` notices ranks that never arrive.
 
-    With `shared`, collectives go through memory that the ranks share, and the comparison rides on their first meeting;
-    `group` then carries sends and receives. With `simulate` (torch's `fake` backend) operations run at once in the caller,
-    without threads and checks, and tensors of the meta device are counted only.
+    With `shared`, everything inside a host goes through memory that the ranks share, and the comparison rides on the first
+    meeting of an operation; `wire` then carries messages between hosts, or all of them without `channels`. Closing the
+    communicator ends the wire. With `simulate` (torch's `fake` backend) operations run at once in the caller, without threads
+    and checks, and tensors of the meta device are counted only.
     """
 
     def __init__(
         self,
         name: str,
-        group: dist.ProcessGroup,
+        wire: Wire,
         ranks: Sequence[int],
         watch: Watch | None,
         *,
         simulate: bool = False,
         shared: SharedTransport | TwoLevelTransport | None = None,
+        channels: bool = True,
     ):
         self.name = name
         self.ranks = tuple(ranks)
-        self.rank = dist.get_group_rank(group, dist.get_rank())
+        self.rank = wire.rank
         self.size = len(self.ranks)
         self.traffic = Traffic()
         self.listeners: tuple[Listener, ...] = ()
         self.stuck = False  # closed, but a thread is still inside an operation that nothing can end
-        self._group: dist.ProcessGroup | None = group
-        self._transport: Transport | SharedTransport | TwoLevelTransport
-        self._transport = shared or (SimulatedTransport if simulate else Transport)(group, self.ranks, self.rank)
+        self._closed = False
+        self.wire = wire
+        self._transport: AnyTransport
+        self._transport = shared or (SimulatedTransport if simulate else Transport)(wire, self.ranks, self.rank)
         self._simulates = simulate
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
         if watch is not None:
             peers = tuple(r for r in self.ranks if r != self.ranks[self.rank])
-            check = shared or HeaderCheck(name, group, self.ranks, self.rank)
+            check = shared or HeaderCheck(name, wire, self.ranks, self.rank)
             self._lane = Lane(name, peers, watch, check.verify, self._transport.interrupt)
-            self._pairs = PairLanes(name, group, self.ranks, self.rank, watch)
+            self._pairs = PairLanes(name, wire, self.ranks, self.rank, watch, shared if channels else None)
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
         return self._transport.empty(numel, like)
@@ -149,13 +154,35 @@ class TorchCommunicator:
         # the comparison of fingerprints, or the meeting that ends an operation without data, is itself a barrier
         self._issue(Fingerprint("barrier", subject, 0, torch.uint8), 0, _nothing).wait()
 
+    def run(self, mark: Fingerprint, sent: int, move: Callable[[AnyTransport], None]) -> Operation:
+        """An operation of the caller's own in the order of the others: `move` moves data by the transport it is given, in the thread
+        of the communicator. Every rank must say the same `mark`. Not for simulated groups."""
+        if self._lane is None or self._closed:
+            raise RuntimeError(f"communicator {self.name!r} is closed or simulated ({mark.subject})")
+        self.traffic.count(mark.kind, sent)
+        return self._lane.submit(mark, partial(self._complete, partial(move, self._transport)))
+
+    @property
+    def messages(self) -> PairLanes:
+        """Sends and receives, with tags."""
+        if self._pairs is None:
+            raise RuntimeError(f"communicator {self.name!r} is closed or simulated")
+        return self._pairs
+
+    def interrupt(self, error: Exception) -> None:
+        """What runs and all that follows fails with `error`."""
+        for lane in (self._lane, *(self._pairs.lanes() if self._pairs is not None else ())):
+            if lane is not None:
+                lane.poison(error)
+
     def pool_bytes(self) -> int:
         """Bytes of receive buffers held between operations."""
         return self._transport.pool_bytes()
 
     def close(self) -> None:
-        if self._group is None:
+        if self._closed:
             return
+        self._closed = True
         if self._lane is not None and self._pairs is not None:
             self._lane.close(_CLOSE_SECONDS)
             if self._lane.running():  # its peers do not come
@@ -164,13 +191,12 @@ class TorchCommunicator:
             self._pairs.close(_CLOSE_SECONDS)
             self.stuck = self._lane.running() or self._pairs.running()
         self._transport.scratch.clear()
-        group, self._group = self._group, None
         if not self.stuck:  # a thread that still uses the group keeps it
-            # The last references go here: Gloo's threads and sockets end now and in this thread, not when and where the
+            # The last reference goes here: Gloo's threads and sockets end now and in this thread, not when and where the
             # garbage collector comes upon an engine that was destroyed.
             self._pairs = None
-            self._transport.forget_group()
-            dist.destroy_process_group(group)
+            self._transport.end()
+            self.wire.close()
 
     def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor) -> Work:
         self._check_usable(mark.subject, *tensors)
@@ -202,7 +228,7 @@ class TorchCommunicator:
         self._transport.all_to_all(output, input, receives, sends)
 
     def _check_usable(self, subject: str, *tensors: Tensor) -> None:
-        if self._group is None:
+        if self._closed:
             raise RuntimeError(f"communicator {self.name!r} is closed ({subject})")
         for t in tensors:
             usable = t.device.type == "cpu" or (self._simulates and t.is_meta)

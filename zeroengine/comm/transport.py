@@ -1,4 +1,4 @@
-"""Blocking movement of data over one torch process group; the order of sums is ours (see `fixed_order`).
+"""Blocking movement of data over one process group of torch; the order of sums is ours (see `fixed_order`).
 
 Reductions are an all-to-all into a receive buffer followed by local additions: the same (N-1)/N bytes as a
 reduce-scatter, in a fixed order of summands, and on Gloo several times faster than its own reduce-scatter.
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm.fingerprint import as_bytes
 from zeroengine.comm.fixed_order import reduce_rows, wide_rows
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
-from zeroengine.comm.torch_names import all_gather_single, all_to_all_single
+from zeroengine.comm.wire import Wire
 
 SMALL_ALL_REDUCE = 64 * 1024
 """Bytes of all ranks' contributions up to which an all-reduce is one all-gather (latency) and not two exchanges."""
@@ -76,8 +75,8 @@ class Transport(FixedOrder):
 
     kind = "Gloo"
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
-        self.group = group
+    def __init__(self, wire: Wire, ranks: tuple[int, ...], rank: int) -> None:
+        self.wire = wire
         self.ranks = ranks
         self.rank = rank
         self.size = len(ranks)
@@ -95,36 +94,30 @@ class Transport(FixedOrder):
     def finish(self) -> None:
         """Called after every operation."""
 
-    def forget_group(self) -> None:
-        """Ends the transport: the group is let go of, so that it can be destroyed."""
-        del self.group
+    def end(self) -> None:
+        """Ends what is the transport's own: nothing, for the wire is its maker's."""
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         if full.numel():
-            all_gather_single(as_bytes(full), as_bytes(shard), group=self.group)
+            self.wire.all_gather(as_bytes(full), as_bytes(shard))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         if tensor.numel():
-            dist.broadcast(as_bytes(tensor), self.ranks[src], group=self.group)
+            self.wire.broadcast(as_bytes(tensor), src)
 
     def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         if output_splits is None or input_splits is None:
             if output.numel():
-                all_to_all_single(as_bytes(output), as_bytes(input), group=self.group)
+                self.wire.all_to_all(as_bytes(output), as_bytes(input))
             return
         item = output.element_size()
         # a rank without rows still takes part: the others' blocks for it are empty, too
-        all_to_all_single(
-            as_bytes(output),
-            as_bytes(input),
-            [n * item for n in output_splits],
-            [n * item for n in input_splits],
-            group=self.group,
-        )
+        receives, sends = [n * item for n in output_splits], [n * item for n in input_splits]
+        self.wire.all_to_all(as_bytes(output), as_bytes(input), receives, sends)
 
     def exchange_rows(self, full: Tensor) -> Tensor:
         received = self.scratch.take("receive", full.numel(), full.dtype, full.device)
-        all_to_all_single(as_bytes(received), as_bytes(full), group=self.group)
+        self.wire.all_to_all(as_bytes(received), as_bytes(full))
         return received.view(self.size, -1)
 
 
@@ -138,7 +131,7 @@ class SimulatedTransport(Transport):
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         if full.numel():
-            dist.broadcast(as_bytes(full), self.ranks[self.rank], group=self.group)
+            self.wire.broadcast(as_bytes(full), self.rank)
             own = shard.reshape(1, -1)
             if full.data_ptr() <= shard.data_ptr() < full.data_ptr() + full.nbytes:
                 own = own.clone()

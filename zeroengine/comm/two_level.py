@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm.fixed_order import reduce_rows
 from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
-from zeroengine.comm.shared import SharedTransport
+from zeroengine.comm.shared import Channel, SharedTransport
 from zeroengine.comm.transport import SMALL_ALL_REDUCE, FixedOrder, Transport
 from zeroengine.comm.verify import HeaderCheck
 
@@ -52,13 +51,16 @@ class TwoLevelTransport(FixedOrder):
     def interrupt(self) -> None:
         self._inside.interrupt()
 
-    def forget_group(self) -> None:
-        group = self._between.group
+    def end(self) -> None:
         for part in (self._flat, self._inside, self._between):
             part.scratch.clear()
-            part.forget_group()
-        del self._check
-        dist.destroy_process_group(group)
+            part.end()
+        self._between.wire.close()
+
+    def channel(self, src: int, dst: int) -> Channel | None:
+        """As of `SharedTransport`; None between hosts."""
+        (host, place), (other, peer) = divmod(src, self._inside.size), divmod(dst, self._inside.size)
+        return self._inside.channel(place, peer) if host == other else None
 
     # -- an operation ------------------------------------------------------------------------------------------------
 

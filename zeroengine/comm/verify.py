@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
 from zeroengine.comm.lane import Operation
-from zeroengine.comm.torch_names import all_gather_single
 from zeroengine.comm.transport import FixedOrder
+from zeroengine.comm.wire import Wire
 
 
 class HeaderCheck:
     """All-gathers a fixed-size header an operation; raises `DivergenceError` on every rank when headers differ."""
 
-    def __init__(self, name: str, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, name: str, wire: Wire, ranks: tuple[int, ...], rank: int) -> None:
         self.name = name
-        self.group = group
+        self._wire = wire
         self.ranks = ranks
         self.rank = rank
         self._flat = torch.empty(len(ranks) * Fingerprint.WIDTH, dtype=torch.int64)
@@ -27,13 +26,13 @@ class HeaderCheck:
 
     def verify(self, operation: Operation) -> None:
         own = torch.tensor(operation.fingerprint.header(operation.index), dtype=torch.int64)
-        all_gather_single(self._flat, own, group=self.group)
+        self._wire.all_gather(self._flat, own)
         if torch.equal(self._all, own.expand_as(self._all)):
             return
         # every rank sees the same headers, hence every rank comes here and takes part in the exchange of texts
         text = torch.frombuffer(bytearray(operation.fingerprint.text()), dtype=torch.uint8)
         texts = torch.empty(len(self.ranks) * SUBJECT_BYTES, dtype=torch.uint8)
-        all_gather_single(texts, text, group=self.group)
+        self._wire.all_gather(texts, text)
         raise self._error(texts.view(len(self.ranks), SUBJECT_BYTES))
 
     def _error(self, texts: Tensor) -> Exception:

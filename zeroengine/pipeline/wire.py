@@ -103,6 +103,7 @@ class Wire:
 
     def __init__(self, stream: Communicator, extra: Communicator, peer: int, device: torch.device) -> None:
         self._stream, self._extra, self._peer, self._device = stream, extra, peer, device
+        self._byte = torch.empty(0, dtype=torch.uint8, device=device)
         self._sent: dict[str, Layout] = {}
         self._known: dict[str, Layout] = {}
         self._wanted: deque[Pending] = deque()
@@ -115,7 +116,7 @@ class Wire:
         layout, tensors = layout_of(tree)
         before = self._sent.get(edge)
         space = before.numel if before is not None else 0
-        first = torch.empty(space + MESSAGE_TRAILER, dtype=torch.uint8, device=self._device)
+        first = self._stream.empty(space + MESSAGE_TRAILER, self._byte)  # read by the peer where it lies, if it can
         if layout == before:
             _pack(layout, tensors, first)
             first[space:].zero_()
