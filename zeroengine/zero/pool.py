@@ -26,8 +26,9 @@ class BufferPool:
     its memory: a view that a user kept stays valid for as long as it lives. `source`: the communicator that reads the
     buffers, in whose memory they are made; private memory without one.
 
-    Capacities come in steps of a quarter, so that buckets of nearly one size share buffers; what is beyond a buffer's
-    own size is never touched and so takes no memory.
+    Capacities come in steps of a quarter, so that buckets of nearly one size share buffers, and a buffer of up to twice the size
+    serves as well: a model has blocks of one size and a few other buckets, which need no buffers of their own. What is beyond
+    a buffer's own size is never touched and so takes no memory.
     """
 
     def __init__(self, source: Communicator | None = None, keep: int = 3) -> None:
@@ -40,8 +41,8 @@ class BufferPool:
             if device.type != "cpu":
                 return torch.empty(numel, dtype=dtype, device=device)
             capacity = _capacity(numel * dtype.itemsize)
-            free = self._free[capacity]
-            return _over(free.pop() if free else self._make(capacity), numel, dtype)
+            fits = min((c for c, free in self._free.items() if free and capacity <= c <= 2 * capacity), default=None)
+            return _over(self._make(capacity) if fits is None else self._free[fits].pop(), numel, dtype)
 
     def give(self, buffer: Tensor) -> None:
         """`buffer` must be the caller's last reference but the argument itself."""
