@@ -154,10 +154,10 @@ def backend(victim: int, what: str, how: str) -> None:
 
     dist.init_process_group("zeroengine", timeout=timedelta(seconds=4 if how == "sleep" else 600))
     rank = dist.get_rank()
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(300, 300)) if what == "ddp" else None
 
     def act() -> None:
-        if what == "ddp":
+        if model is not None:
             model(torch.ones(2, 300)).sum().backward()
         elif what == "all_reduce":
             dist.all_reduce(torch.ones(5))
