@@ -23,6 +23,22 @@ def adapter(kind: str) -> Any:
     return LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "down_proj"], **more)
 
 
+def quantized(kind: str) -> dict[str, Any]:
+    """What `from_pretrained` is told of the base's weights."""
+    if kind != "qlora":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)}
+
+
+def keep_format(model: Any) -> None:
+    """Evaluation without an engine in the precision of training: bitsandbytes packs weights anew for bf16 where the CPU has that."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def run_adapters(rank: int, world: int, pretrained: str, folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One adapter after the other; `stage` None, which comes first, is the Trainer without an engine."""
     stand_in()
@@ -40,9 +56,11 @@ def _train_adapter(pretrained: str, folder: Path, kind: str, stage: int | None, 
 
     how: dict[str, Any] = {"use_cpu": True} if stage is None else {"deepspeed": deepspeed_config(stage, optimizer=False, scheduler=False)}
     args = arguments(folder, gradient_checkpointing=checkpointing, learning_rate=5e-2, **how)
-    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    base = AutoModelForCausalLM.from_pretrained(pretrained, **quantized(kind))
     torch.manual_seed(2)
     model = get_peft_model(base, adapter(kind))
+    if stage is None:
+        keep_format(model)
     if checkpointing:
         model.enable_input_require_grads()
     trainer = Trainer(model, args, train_dataset=Sentences(16))
@@ -70,9 +88,10 @@ def saved_adapter(pretrained: str, folder: Path, kind: str) -> dict[str, Any]:
     before, hf._hf_deepspeed_config_weak_ref = hf._hf_deepspeed_config_weak_ref, None
     try:
         state = load_file(folder / "adapter_model.safetensors")
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained), folder)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pretrained, **quantized(kind)), folder)
+        keep_format(model)
         result: dict[str, Any] = {"saved": logits(model), "zero": [k for k, v in state.items() if not v.numel() or not v.any()]}
-        if kind != "prompt":
+        if kind not in ("prompt", "qlora"):  # merged into 4 bits, the adapter is rounded
             result["merged"] = logits(model.merge_and_unload())
         return result
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,16 @@ def _best(pretrained: str, folder: Path) -> dict[str, Any]:
 
 
 def _run(
-    pretrained: str, folder: Path, stage: int, optimizer: bool = True, scheduler: bool = True, model_first: bool = False
-) -> dict[str, Any]:
+    pretrained: str, folder: Path, stage: int, optimizer: bool = True, scheduler: bool = True, model_first: bool = False,
+    offload: dict[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """`offload`: devices of `optimizer` and `param`."""
     from transformers import AutoModelForCausalLM, Trainer
 
     config = deepspeed_config(stage, optimizer=optimizer, scheduler=scheduler)
+    for kind, device in (offload or {}).items():
+        config["zero_optimization"][f"offload_{kind}"] = {"device": device, "nvme_path": str(folder), "pin_memory": True}
+    again = copy.deepcopy(config)  # transformers fills in what is "auto"
     model = AutoModelForCausalLM.from_pretrained(pretrained) if model_first else None
     args = arguments(folder, deepspeed=config, save_strategy="steps", save_steps=2)
     if model is None:
@@ -132,7 +138,7 @@ def _run(
     dist.barrier()
     # again from the checkpoint in the middle
     fresh_accelerate()
-    args = arguments(folder, deepspeed=deepspeed_config(stage, optimizer=optimizer, scheduler=scheduler))
+    args = arguments(folder, deepspeed=again)
     resumed = Trainer(AutoModelForCausalLM.from_pretrained(pretrained), args, train_dataset=data)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     result["resumed"] = losses_of(resumed)

@@ -523,6 +523,50 @@ def gathered_once(folder: Path) -> None:
     made = None
 
 
+@row("`UlyssesSPAttentionHF.register_with_transformers`, `UlyssesSPDataLoaderAdapter`")
+def ulysses_script(folder: Path) -> None:
+    """The loop of DeepSpeed's tutorial: each rank has its part of a sequence, and the script joins their losses."""
+    import deepspeed
+    import torch.distributed.nn.functional as joined
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from deepspeed.utils import groups
+    from transformers import LlamaForCausalLM
+
+    from tests.integrations.tiny import Sentences, model_config
+
+    torch.manual_seed(0)
+    net, alone = LlamaForCausalLM(model_config()), LlamaForCausalLM(model_config())
+    alone.load_state_dict(net.state_dict())
+    mpu = UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=net, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=1
+    )
+    made, *_ = deepspeed.initialize(
+        model=net, mpu=mpu, config=config(train_micro_batch_size_per_gpu=1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    )
+    assert mpu.get_sequence_parallel_world_size() == made.mesh.degrees.cp == 2
+    group = groups._get_sequence_parallel_group()
+    mine = torch.utils.data.DataLoader(Sentences(2, seed=made.global_rank))
+    loader = UlyssesSPDataLoaderAdapter(mine, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=2, device=made.device)
+    assert len(loader) == 4
+    for batch in loader:
+        local = net.config.vocab_size, batch["shift_labels"]
+        assert local[1].shape == (1, 6)
+        logits = made(**batch).logits
+        loss = net.loss_function(logits=logits, labels=None, shift_labels=local[1], vocab_size=local[0])
+        losses, counts = (torch.stack(list(joined.all_gather(t, group=group))) for t in (loss, (local[1] != -100).sum()))
+        loss = torch.where(counts > 0, losses * counts, 0.0).sum() / counts.sum()
+        made.backward(loss)
+        made.step()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for sample in range(2):
+        for rank in range(2):
+            alone(**{k: v[None] for k, v in Sentences(2, seed=rank)[sample].items()}).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole(made), alone.parameters(), strict=True))
+    made.destroy()
+
+
 def run(rank: int, world: int, folder: str) -> dict[str, str]:
     """The outcome of every check, "" where it holds."""
     import traceback

@@ -44,6 +44,17 @@ def test_an_adapter_trains_as_without_an_engine_and_is_saved_whole(case: int, tr
         assert close(got["merged"], got["logits"], 1e-3)
 
 
+def test_an_adapter_trains_over_weights_of_four_bits(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    cases: list[dict[str, Any]] = [{"kind": "qlora", "stage": stage, "checkpointing": stage == 3} for stage in (None, 0, 1, 2, 3)]
+    cases[0]["checkpointing"] = False
+    expected, *engines = run_ranks(run_adapters, 2, str(folder), str(tmp_path), cases, timeout=200)[0]
+    for got in engines:
+        assert close(got["train"], expected["train"]), (got["train"], expected["train"])
+        assert close(got["logits"], expected["logits"], 1e-4) and close(got["saved"], got["logits"], 1e-5)
+        assert (got["trainable"], got["total"]) == (expected["trainable"], expected["total"]) and not got["zero"]
+
+
 def test_trl_trains_completions_as_without_an_engine(folder: Path, tmp_path: Path) -> None:
     expected, *engines = run_ranks(run_sft, 2, str(folder), str(tmp_path), SFT, timeout=200)[0]
     for got in engines:

@@ -22,6 +22,9 @@ ELSEWHERE = {
     "`from_pretrained` and `from_config` under ZeRO-3",
     "`model.save_pretrained` of the inner model at stage 3",
     "peft: LoRA, DoRA, `modules_to_save`, prompt tuning",
+    "peft over weights of 4 bits (QLoRA)",
+    '`ParallelismConfig(sp_backend="deepspeed", sp_size=…)`',
+    "`offload_optimizer`, `offload_param` under a Trainer",
     "trl: SFTTrainer",
     "`bf16=True`, `fp16=True` on a machine without a GPU",
 }

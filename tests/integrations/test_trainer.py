@@ -19,6 +19,10 @@ CASES: list[dict[str, Any]] = [
     {"stage": 3, "optimizer": False, "scheduler": False, "model_first": True},
     {"stage": 2, "optimizer": True, "scheduler": True},
     {"stage": 3, "optimizer": True, "scheduler": True},
+    {"stage": 1, "optimizer": False, "scheduler": False, "offload": {"optimizer": "cpu"}},
+    {"stage": 2, "optimizer": True, "scheduler": False, "offload": {"optimizer": "nvme"}},
+    {"stage": 3, "optimizer": True, "scheduler": False, "offload": {"optimizer": "nvme", "param": "nvme"}},
+    {"stage": 3, "optimizer": False, "scheduler": False, "offload": {"optimizer": "cpu", "param": "nvme"}},
 ]
 LIKE_PLAIN = [i for i, case in enumerate(CASES) if not case["scheduler"]]  # the others have a schedule of their own
 
@@ -35,7 +39,7 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 @pytest.fixture(scope="module")
 def engines(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    return run_ranks(run_cases, 2, str(folder), str(tmp_path_factory.mktemp("engines")), CASES, timeout=240)
+    return run_ranks(run_cases, 2, str(folder), str(tmp_path_factory.mktemp("engines")), CASES, timeout=300)
 
 
 @pytest.mark.parametrize("case", LIKE_PLAIN, ids=lambda i: str(CASES[i]))

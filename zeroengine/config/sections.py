@@ -194,6 +194,7 @@ class MoeSection(Section):
 
 SequenceAttention = Annotated[Literal["ulysses", "ring", "usp"], choice("ulysses", "ring", "usp")]
 SequencePlacement = Annotated[Literal["zigzag", "contiguous"], choice("zigzag", "contiguous")]
+SequenceBatches = Annotated[Literal["whole", "cut"], choice("whole", "cut")]
 
 
 class SequenceParallelSection(Section):
@@ -206,6 +207,15 @@ class SequenceParallelSection(Section):
     )
     ulysses: PositiveInteger | None = key(None, "Ranks that trade heads, with `usp`; the rest is the ring.", ours=True)
     layout: SequencePlacement = key("zigzag", "Placement along a ring: zigzag (equal causal work) or contiguous.", ours=True)
+    batches: SequenceBatches = key(
+        "whole",
+        "whole: ranks of a sequence are given the same batch, which the engine cuts; cut: each is given its own tokens, the next "
+        "ones on the next rank, and the loss over the ranks is the script's.",
+        ours=True,
+    )
+    disable_in_eval: Flag = key(
+        False, "In evaluation mode each rank runs whole batches of its own, with the model's own attention.", ours=True
+    )
 
     @model_validator(mode="after")
     def _degree_belongs_to_usp(self) -> SequenceParallelSection:

@@ -25,6 +25,7 @@ from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Built, Groups, ShardingRule, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients, GradientRule
 from zeroengine.zero.kept import check_names, compute_in_fp32, kept_modules
+from zeroengine.zero.packed import FormatKept, check_packed
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer
@@ -160,13 +161,14 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     rule = sharding_rule(config)
     if rule.dtype is not None:
         check_names(module, rule.keep)
+    check_packed(module)
     cast_buffers(module, rule)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    pooled, kept = tuple(pools.values()), keep_in_fp32(module, rule)
+    pooled, kept = tuple(pools.values()), (*keep_in_fp32(module, rule), FormatKept(module))
     return Mechanism(built.buckets, sharder, reducer, pooled, gradients, groups, built.masters, placement, handles=kept)
 
 

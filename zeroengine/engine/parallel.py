@@ -14,6 +14,7 @@ from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
 from zeroengine.moe.experts import Experts
 from zeroengine.moe.hf import is_stacked_experts
+from zeroengine.parallel.cut import CutSequences
 from zeroengine.parallel.group import SequenceGroup, make_group
 from zeroengine.parallel.hf import SharedSequences, built_with, is_transformers_model
 from zeroengine.parallel.hf_attention import ulysses_degree
@@ -44,7 +45,10 @@ def share_sequences(
         )
     group = sequence_group(name, model, settings, mesh, trains)
     total = layers.loss.total if layers is not None and layers.loss is not None else token_sum
-    return SharedSequences(model, group, name, mesh.same_sample, mesh.control, reduction_factor(settings, mesh), total)
+    section = settings.sequence_parallel
+    kind = CutSequences if section.batches == "cut" else SharedSequences
+    factor = reduction_factor(settings, mesh)
+    return kind(model, group, name, mesh.same_sample, mesh.control, factor, total, alone_in_eval=section.disable_in_eval)
 
 
 def attention_name(model: nn.Module, settings: Config, mesh: Mesh) -> str | None:
@@ -65,7 +69,8 @@ def sequence_group(name: str, model: nn.Module, settings: Config, mesh: Mesh, tr
     heads = ulysses_degree(name, mesh.degrees.cp, section.ulysses)
     if trains:
         _check_dropout(model, mesh.degrees.cp // heads)
-    return make_group(mesh.fabric, mesh.ranks_along("cp"), heads, section.layout == "zigzag")
+    zigzag = section.layout == "zigzag" and section.batches == "whole"
+    return make_group(mesh.fabric, mesh.ranks_along("cp"), heads, zigzag)
 
 
 def reduction_factor(settings: Config, mesh: Mesh) -> float:

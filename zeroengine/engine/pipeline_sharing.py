@@ -113,6 +113,12 @@ def share_stage_sequences(module: PipelineModule, settings: Config, mesh: Mesh, 
     name = attention_name(module, settings, mesh)
     if name is None:
         return None
+    section = settings.sequence_parallel
+    if section.batches == "cut" or section.disable_in_eval:
+        raise ConfigError(
+            f"mesh.cp is {mesh.degrees.cp} and mesh.pp {mesh.degrees.pp}: stages cut whole batches, in evaluation too; leave out "
+            "sequence_parallel.batches and sequence_parallel.disable_in_eval"
+        )
     group = sequence_group(name, module, settings, mesh, trains)
     if isinstance(module, PipelinedCausalLM):
         return StageAttention(module, group, name, module.stage_forward)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
@@ -24,6 +25,7 @@ from zeroengine.config import Config
 from zeroengine.engine import initialize as build
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.errors import CheckpointError, ConfigError
+from zeroengine.integrations.batches import in_turn
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -97,10 +99,15 @@ class ZeroTrainer(Trainer):
     What the configuration leaves open or says is "auto" comes from the `TrainingArguments`: the batch, the clipping, the rates,
     the type of the weights. Without an `optimizer` section the Trainer makes the optimizer, and without a `scheduler` section the
     schedule. Raises `ConfigError` where the two say different things, and where accelerate does not see the ranks.
+
+    With `mesh.cp` ranks share sequences: those that do train on the batches of each of them in turn, and in evaluation each
+    rank has batches of its own.
     """
 
     lr_scheduler: Any
     model_wrapped: Any
+    _cp = 1  # ranks that share a sequence
+    _shares_batches = False  # the batches whose tokens are counted now are those of all of them
 
     def __init__(self, *args: Any, config: ConfigSource, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -114,17 +121,47 @@ class ZeroTrainer(Trainer):
             )
         self.engine: ZeroEngine | None = None
         self._source = config
+        self._cp = self._degree_of_sequences()
 
     # --- building -------------------------------------------------------------------------------------------------
 
-    def _config(self, max_steps: int) -> Config:
-        """The configuration with the arguments' answers."""
+    def _degree_of_sequences(self) -> int:
+        """`mesh.cp`. Refuses degrees for which the Trainer's loaders would have to give ranks the same batches all the time."""
+        mesh = Config.load(self._source, facts=self._facts(1)).mesh
+        if mesh.tp > 1 or mesh.pp > 1:
+            raise ConfigError(
+                f"ZeroTrainer: mesh.tp is {mesh.tp} and mesh.pp {mesh.pp}; the Trainer gives every rank samples of its own. Split "
+                "layers with TrainingArguments(deepspeed=...) and `tensor_parallel.autotp_size`, and pipelines with zeroengine.initialize"
+            )
+        if self.args.world_size % mesh.cp:
+            raise ConfigError(f"mesh.cp is {mesh.cp}, which does not divide the {self.args.world_size} ranks of the job")
+        return mesh.cp
+
+    def get_sp_size(self) -> int:
+        """The Trainer's name for the number of ranks that share a sequence."""
+        return self._cp
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step."""
+        self._shares_batches = True
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        finally:
+            self._shares_batches = False
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
+        """The tokens of all ranks' batches: in evaluation no two ranks have the same ones."""
+        found: Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
+        return found if found is None or self._shares_batches else found * self._cp
+
+    def _facts(self, max_steps: int) -> dict[str, Any]:
+        """The arguments' answers to what a configuration leaves open."""
         a = self.args
-        facts = {
+        return {
             "dtype": "bf16" if a.bf16 else "fp16" if a.fp16 else "fp32",
             "train_micro_batch_size_per_gpu": self._train_batch_size,
             "gradient_accumulation_steps": a.gradient_accumulation_steps,
-            "train_batch_size": self._train_batch_size * a.gradient_accumulation_steps * a.world_size,
+            "train_batch_size": self._train_batch_size * a.gradient_accumulation_steps * a.world_size // self._cp,
             "max_grad_norm": a.max_grad_norm,
             "lr": a.learning_rate,
             "betas": [a.adam_beta1, a.adam_beta2],
@@ -133,6 +170,10 @@ class ZeroTrainer(Trainer):
             "warmup_num_steps": max(1, a.get_warmup_steps(max_steps)),
             "total_num_steps": max_steps,
         }
+
+    def _config(self, max_steps: int) -> Config:
+        """The configuration with the arguments' answers."""
+        a, facts = self.args, self._facts(max_steps)
         written = Config.load(self._source, facts=facts).to_dict()
         asked = {
             "train_micro_batch_size_per_gpu": facts["train_micro_batch_size_per_gpu"],
@@ -147,6 +188,8 @@ class ZeroTrainer(Trainer):
             section = written.setdefault(name, {"enabled": on})
             if bool(section.get("enabled", False)) != on:
                 raise ConfigError(f"`{name}.enabled` is {not on} in the configuration and {name}={on} in the TrainingArguments")
+        if self._cp > 1:
+            written.setdefault("sequence_parallel", {})["disable_in_eval"] = True
         return Config.load(written)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> tuple[nn.Module, Any]:
@@ -169,6 +212,9 @@ class ZeroTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self._load_engine(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        if self._cp > 1:
+            group = dist.new_subgroups(self._cp)[0]
+            train_dataloader = in_turn(train_dataloader, group, self.args.device)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader

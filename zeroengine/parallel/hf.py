@@ -19,6 +19,7 @@ from zeroengine.parallel.layout import SequenceLayout
 from zeroengine.parallel.loss import IGNORED, mean_over_ranks, next_token_targets, token_sum
 from zeroengine.parallel.masks import documents_from_positions
 from zeroengine.parallel.same import check_same_batch
+from zeroengine.zero.hooks import ModuleHook
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -39,7 +40,8 @@ class SequenceAttention:
         self.group = group
         self.link = SequenceLink(group)
         register()
-        self._before = model.config._attn_implementation  # type: ignore[union-attr]
+        before: Any = model.config._attn_implementation  # type: ignore[union-attr]
+        self.own: str = before if before not in NAMES else "sdpa"  # what the model uses by itself
         model.set_attn_implementation(attention)  # type: ignore[operator]
         if model.config._attn_implementation != attention:  # type: ignore[union-attr]
             raise ModelError(
@@ -50,7 +52,7 @@ class SequenceAttention:
     def remove(self, model: nn.Module) -> None:
         """Gives the model its own attention back."""
         disconnect(model)
-        model.set_attn_implementation(self._before if self._before not in NAMES else "sdpa")  # type: ignore[operator]
+        model.set_attn_implementation(self.own)  # type: ignore[operator]
 
     def layout(self, length: int) -> SequenceLayout:
         """Where the tokens of sequences of `length` lie; its `shard` and `unshard` cut and join tensors."""
@@ -63,28 +65,44 @@ class SharedSequences(SequenceAttention):
     The batch is checked to be the same on the ranks of the group, padded, and cut; position ids and the borders of packed
     documents (position ids that start again, zeros of a 2-D attention mask) are derived before the cut. With labels the
     output's `loss` is the mean over valid tokens of all data ranks, the same number on each; its logits are this rank's.
+    With `num_items_in_batch`, which transformers' Trainer gives, it is this rank's part of the sum divided by that number.
+
+    In evaluation mode a call of the module itself (`generate`) runs whole sequences on each rank by itself, and so does
+    the engine's with `alone_in_eval`.
     """
 
     def __init__(
         self, model: nn.Module, group: SequenceGroup, attention: str, same: Communicator, ranks: Communicator,
-        factor: float, total: Callable[[Tensor, Tensor], Tensor] = token_sum,
+        factor: float, total: Callable[[Tensor, Tensor], Tensor] = token_sum, alone_in_eval: bool = False,
     ) -> None:  # fmt: skip
         """`same`: control over the ranks that get one batch; `ranks`: control over all among which gradients are reduced;
         `factor`: what that reduction divides by; `total`: summed loss of logits and targets."""
         super().__init__(model, group, attention)
         self._same, self._ranks, self._factor, self._total = same, ranks, factor, total
+        self._alone_in_eval = alone_in_eval
         self._open: list[weakref.ref[Tensor]] = []  # outputs of a forward whose layers run again in backward
-        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._accepted = accepted_names(model)
         self._causal_targets = predicts_next(model)
         self.router_loss = False  # the model's own is made that of the whole batch
+        self._outside = OutsideCalls(model, self.link, self.own, attention)
+
+    def remove(self, model: nn.Module) -> None:
+        self._outside.remove()
+        super().remove(model)
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's forward. Collective."""
+        if self._alone_in_eval and not model.training:
+            return model(*args, **kwargs)
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
         inputs = dict(bound.arguments)
         inputs.update(inputs.pop("kwargs", {}))
+        return self._call(model, inputs)
+
+    def _call(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         check_same_batch({k: v for k, v in inputs.items() if v is not None}, self._same)
-        return self._run(model, inputs, self._mean)
+        items = inputs.pop("num_items_in_batch", None)
+        return self._run(model, inputs, self._mean if items is None else lambda total, targets: total / items)
 
     def rehearse(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """The forward on tensors without values, one document each; its loss is not averaged over ranks."""
@@ -94,25 +112,36 @@ class SharedSequences(SequenceAttention):
         return mean_over_ranks(total, (targets != IGNORED).sum(), self._ranks, self._factor)
 
     def _run(self, model: nn.Module, inputs: dict[str, Any], mean: Callable[[Tensor, Tensor], Tensor]) -> Any:
-        labels = inputs.pop("labels", None)
+        labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
         local, running = cut_batch(inputs, self.group, self._accepted)
-        targets = self._targets(labels)
+        targets = shifted if shifted is not None else self._targets(labels)
+        output = self._attend(model, local, running)
+        if targets is not None:
+            output = self._with_loss(model, output, running.layout.shard(targets, self.group.rank, fill=IGNORED), mean)
+        self._note_open(model, output)
+        return output
+
+    def _attend(self, model: nn.Module, local: Mapping[str, Any], running: RunningBatch) -> Any:
+        """The forward on this rank's tokens of the batch `running`."""
         self._check_open(running)
         self.link.batch = running
         before = self.link.calls
-        output = model(**local)
+        self.link.running = True
+        try:
+            output = model(**local)
+        finally:
+            self.link.running = False
         if self.link.calls == before:
             raise ModelError(
                 f"{type(model).__name__} did not call the attention over a shared sequence: its layers would see one slice each; "
                 "set mesh.cp to 1"
             )
-        if targets is not None:
-            output = self._with_loss(model, output, running.layout.shard(targets, self.group.rank, fill=IGNORED), mean)
-        if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
-            self._note_open(output)
         return output
 
-    def _note_open(self, output: Any) -> None:
+    def _note_open(self, model: nn.Module, output: Any) -> None:
+        """Remembers that the layers behind `output` run again in its backward, if they do."""
+        if not model.training or not any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+            return
         found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         for t in found:
             t.register_hook(self._close)
@@ -146,6 +175,44 @@ class SharedSequences(SequenceAttention):
         loss = mean(self._total(logits, targets), targets)
         output["loss"] = loss if router is None else loss + model.router_aux_loss_coef * router
         return output
+
+
+class OutsideCalls:
+    """Lets a model whose attention was exchanged run by itself in evaluation mode, outside the engine's forward: with its own
+    attention, which is put in place while the outermost transformers model inside it runs."""
+
+    def __init__(self, model: nn.Module, link: SequenceLink, own: str, shared: str) -> None:
+        self._model, self._link, self._own, self._shared = model, link, own, shared
+        self._depth = 0
+        enter, leave = ModuleHook(self._enter), ModuleHook(self._leave)
+        self._handles = []
+        for module in model.modules():
+            if is_transformers_model(module):
+                self._handles.append(module.register_forward_pre_hook(enter))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if not (module.training or self._link.running):
+            self._depth += 1
+            if self._depth == 1:
+                self._model.set_attn_implementation(self._own)  # type: ignore[operator]
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if self._depth and not (module.training or self._link.running):
+            self._depth -= 1
+            if self._depth == 0:
+                self._model.set_attn_implementation(self._shared)  # type: ignore[operator]
+
+
+def accepted_names(model: nn.Module) -> frozenset[str]:
+    """Names that the forward of `model` takes; of an adapter around a model, also those that it hands through."""
+    adapter: Any = model
+    inner = adapter.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
+    return frozenset(inspect.signature(model.forward).parameters) | frozenset(inspect.signature(inner.forward).parameters)
 
 
 def cut_batch(inputs: Mapping[str, Any], group: SequenceGroup, accepted: frozenset[str]) -> tuple[dict[str, Any], RunningBatch]:

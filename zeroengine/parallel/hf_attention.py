@@ -71,6 +71,7 @@ class SequenceLink:
     group: SequenceGroup
     batch: RunningBatch | None = None
     calls: int = 0
+    running: bool = False  # inside the engine's forward
 
     def valid(self, mask: Tensor | None = None) -> Tensor | None:
         """Which of this rank's tokens are no padding; None: all. `mask` of the model's call was taken out of it before."""

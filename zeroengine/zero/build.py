@@ -22,6 +22,7 @@ from zeroengine.zero.held import claim, held_by
 from zeroengine.zero.kept import kept_modules
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.leaves import find_leaves
+from zeroengine.zero.packed import is_packed
 from zeroengine.zero.policy import Policy, policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.residency import slot_of
@@ -247,7 +248,7 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
     for name, p in module.named_parameters():
         if not p.numel():
             continue
-        dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() else p.dtype
+        dtype = rule.dtype if rule.dtype is not None and p.is_floating_point() and not is_packed(p) else p.dtype
         dtype = torch.promote_types(dtype, torch.float32) if id(p) in wide and p.is_floating_point() else dtype
         part = rule.part(name) if rule.part is not None else ""
         persistent = id(p) in whole

@@ -289,7 +289,10 @@ def claim(params: list[nn.Parameter]) -> None:
 
 
 def to_device(module: nn.Module, device: torch.device) -> None:
-    """`module.to(device)`; released parameters of a group will have their values there when they are gathered."""
+    """`module.to(device)`; released parameters of a group will have their values there when they are gathered. Nothing where all is
+    there already: models of quantised weights refuse to be moved."""
+    if all(t.device == device for t in (*module.parameters(), *module.buffers())):
+        return
     if not any(held_by(p) is not None for p in module.parameters()):
         module.to(device)
         return

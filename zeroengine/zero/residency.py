@@ -11,6 +11,7 @@ memory and never a plausible value.
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -176,6 +177,13 @@ class ReleasedParameter(nn.Parameter):
         return result
 
 
+@functools.cache
+def released(cls: type) -> type[ReleasedParameter]:
+    """The class of a released parameter that is a `cls` when it is whole. It has the name of `cls` if that is not torch's own: peft
+    counts the packed weights of bitsandbytes by it."""
+    return ReleasedParameter if cls is nn.Parameter else type(cls.__name__, (ReleasedParameter,), {})
+
+
 class ReleasedAlias(Tensor):
     """What `detach` gives of a released parameter outside of computations: `state_dict()` does it for all of them, mostly for
     their names and shapes. It knows those; an operation that needs values asks the parameter for them, as one on the parameter
@@ -279,7 +287,7 @@ def hide(params: Iterable[nn.Parameter]) -> None:
             if slot.stub is None:
                 slot.stub = stub_for(param.shape, slot.bucket.dtype, slot.bucket.device)
             param.data = slot.stub
-            param.__class__ = ReleasedParameter
+            param.__class__ = released(slot.cls)
 
 
 def activate(param: nn.Parameter) -> None:
@@ -295,4 +303,4 @@ def deactivate(param: nn.Parameter) -> None:
     slot: Slot = param._zero  # type: ignore[attr-defined]
     slot.active -= 1
     if slot.active == 0:
-        param.__class__ = ReleasedParameter
+        param.__class__ = released(slot.cls)

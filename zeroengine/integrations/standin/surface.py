@@ -15,7 +15,7 @@ VERSION = "0.19.8"
 Target = str | tuple[Any]
 
 _HERE = "zeroengine.integrations.standin"
-_CALLS, _TOOLS, _GROUPS = f"{_HERE}.calls", f"{_HERE}.tools", f"{_HERE}.groups"
+_CALLS, _TOOLS, _GROUPS, _SEQUENCES = (f"{_HERE}.{name}" for name in ("calls", "tools", "groups", "sequences"))
 _ENGINE = {"DeepSpeedEngine": "zeroengine.engine.engine:ZeroEngine"}
 _OPTIMIZER = "zeroengine.optim.optimizer:ZeroOptimizer"
 _PARTITIONED = "zeroengine.zero.residency"
@@ -30,6 +30,7 @@ _SAFE = (
     "safe_get_local_grad", "safe_set_full_fp32_param", "safe_set_full_grad", "safe_set_full_optimizer_state",
     "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module",
 )  # fmt: skip
+_OF_GROUPS = ("group", "rank", "world_size")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _PIPE: dict[str, Target] = {name: f"zeroengine.pipe:{name}" for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
 _CHECKPOINTING = (
@@ -130,6 +131,15 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
     "deepspeed.runtime.pipe": _PIPE,
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": "zeroengine.engine.pipeline:PipelineEngine"},
     "deepspeed.runtime.pipe.module": _PIPE,
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
+        "initialize_sequence_parallel": f"{_SEQUENCES}:initialize_sequence_parallel",
+        **{f"get_sequence_parallel_{what}": f"{_SEQUENCES}:get_{what}" for what in _OF_GROUPS},
+    },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "UlyssesSPAttentionHF": f"{_SEQUENCES}:UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter": f"{_SEQUENCES}:data_loader",
+    },
     "deepspeed.runtime.utils": {
         "see_memory_usage": f"{_TOOLS}:see_memory_usage",
         "set_random_seed": f"{_TOOLS}:set_random_seed",
@@ -168,6 +178,8 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
         "_get_data_parallel_group": f"{_GROUPS}:world_group",
         "_get_data_parallel_rank": "torch.distributed:get_rank",
         "_get_data_parallel_world_size": "torch.distributed:get_world_size",
+        **{f"get_sequence_parallel_{what}": f"{_SEQUENCES}:get_{what}" for what in _OF_GROUPS},
+        **{f"_get_sequence_parallel_{what}": f"{_SEQUENCES}:get_{what}" for what in _OF_GROUPS},
     },
     "deepspeed.utils.logging": {"logger": "zeroengine.logging:logger", "log_dist": f"{_TOOLS}:log_dist"},
     "deepspeed.utils.zero_to_fp32": {
@@ -207,7 +219,6 @@ REFUSED_MODULES: Mapping[str, str] = {
     "deepspeed.runtime.data_pipeline": f"curriculum sampling and token dropping: {_CHANGES}",
     "deepspeed.runtime.domino": _KERNEL,
     "deepspeed.runtime.fp16": "fp16 is asked for in the configuration; its optimizer classes are not for use by themselves",
-    "deepspeed.runtime.sequence_parallel": "sequences are cut over ranks by the engine's own `mesh`, not by an adapter around attention",
     "deepspeed.autotuning": "tuning by trial runs is not a part of zeroengine",
     "deepspeed.compile": "passes over compiled graphs are not a part of zeroengine; compile the model with torch.compile",
     "deepspeed.profiling": "a profile is asked for in the configuration (`flops_profiler`); elsewhere use torch.utils.flop_counter",
