@@ -141,7 +141,8 @@ class Crew:
         member.state = State.GREETED
         own = self._job.transport == "none" and member.remote  # it has the plan from its own command line
         member.send({
-            "do": "prepare", "mark": self._marks(member)[-1], "former": self._marks(member)[:-1], "timeout": self._job.node_timeout if member.remote else 0.0,
+            "do": "prepare", "mark": self._marks(member)[-1], "former": self._marks(member)[:-1],
+            "timeout": self._job.node_timeout if member.remote else 0.0,
             "plan": None if own else dataclasses.asdict(self._job.plan), "slots": member.host.slots, "chosen": member.host.chosen,
             "cwd": os.getcwd(), "remote": member.remote, "env": self._job.env if member.remote and not own else {},
             "proof": proof(self._transport.token, event["nonce"], "launcher"),
