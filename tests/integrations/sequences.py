@@ -28,7 +28,33 @@ def run_sequences(rank: int, world: int, pretrained: str, folder: str) -> dict[s
     for name in ("uniform", "plain", *WAYS):
         fresh_accelerate()
         found[name] = _train(pretrained, Path(folder) / name, name)
+    fresh_accelerate()
+    found["layers"] = _shared_layers(pretrained, Path(folder) / "layers")
     return found
+
+
+def _shared_layers(pretrained: str, folder: Path) -> dict[str, Any]:
+    """Layers split over two ranks, which read the same micro-batches of twice the samples."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    from zeroengine.errors import ConfigError
+
+    def trainer(**section: Any) -> Any:
+        config = deepspeed_config(2, optimizer=False, scheduler=False) | section
+        args = arguments(folder, deepspeed=config, per_device_train_batch_size=4, gradient_accumulation_steps=1, max_steps=STEPS)
+        return Trainer(AutoModelForCausalLM.from_pretrained(pretrained), args, train_dataset=Sentences(10))
+
+    made = trainer(tensor_parallel={"autotp_size": 2})
+    made.train()
+    assert made.model_wrapped.mesh.degrees.tp == 2 and made.model_wrapped.train_batch_size() == 4
+    result: dict[str, Any] = {"train": losses_of(made)}
+    made.accelerator.free_memory(made.model_wrapped)
+    fresh_accelerate()
+    try:
+        trainer(mesh={"cp": 2}).train()
+    except ConfigError as error:
+        result["refused"] = str(error)
+    return result
 
 
 def _trainer(pretrained: str, folder: Path, way: str, **others: Any) -> Any:

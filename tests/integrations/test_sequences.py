@@ -32,6 +32,14 @@ def test_shared_sequences_train_as_the_trainer_without_an_engine(way: str, resul
         assert got["generated"] == expected["generated"]
 
 
+def test_shared_layers_train_as_well_and_sequences_that_accelerate_does_not_know_of_are_refused(
+    results: list[dict[str, dict[str, Any]]],
+) -> None:
+    got, expected = results[0]["layers"], results[0]["plain"]
+    assert len(got["train"]) == 5 and close(got["train"][:2], expected["train"][:2])  # of an epoch; its last batch is another
+    assert all("parallelism_config" in found["layers"]["refused"] for found in results)
+
+
 def test_parts_of_a_batch_are_padded_and_know_their_positions() -> None:
     batch = {"input_ids": torch.arange(10).view(2, 5), "labels": torch.arange(10).view(2, 5), "name": "x"}
     parts = [tokens_of(rank, 2)(batch) for rank in range(2)]

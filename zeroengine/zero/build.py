@@ -259,7 +259,8 @@ def _classes(module: nn.Module, rule: ShardingRule) -> Iterable[tuple[_Key, list
 
 
 def _persistent(module: nn.Module, rule: ShardingRule) -> set[int]:
-    """Parameters that stay whole: those below the threshold, the smallest first, as far as the bound on them all allows."""
+    """Parameters that stay whole: those below the threshold, the smallest first, as far as the bound on them all allows; and
+    those of what peft runs on one rank alone when it saves, the encoders of prompts."""
     small = sorted((p for p in module.parameters() if p.numel() < rule.persistence_threshold), key=lambda p: p.numel())
     chosen, total = set(), 0
     for p in small:
@@ -267,6 +268,9 @@ def _persistent(module: nn.Module, rule: ShardingRule) -> set[int]:
         if rule.persistent_total is not None and total > rule.persistent_total:
             break
         chosen.add(id(p))
+    for adapted in module.modules():
+        if hasattr(type(adapted), "get_prompt_embedding_to_save"):
+            chosen.update(id(p) for p in getattr(adapted, "prompt_encoder", nn.Module()).parameters())
     return chosen
 
 

@@ -15,7 +15,7 @@ from zeroengine.engine import initialize as build
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.initialize import ConfigSource
 from zeroengine.errors import ConfigError
-from zeroengine.integrations.standin.sequences import SequenceParallelism, check_batches
+from zeroengine.integrations.standin.sequences import SequenceParallelism, batch_of_accelerate
 from zeroengine.logging import log_once
 
 _TP_SIZE = "_zero_tp_size"
@@ -76,7 +76,7 @@ def initialize(
         given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), {})
         config, mpu = mpu.configured(given.to_dict() if isinstance(given, Config) else read(given).values), None
     elif isinstance(config_params, Mapping):
-        check_batches(config_params, get_world_size() if is_initialized() else 1)
+        config_params = batch_of_accelerate(config_params, get_world_size() if is_initialized() else 1)
     asked = getattr(model, _TP_SIZE, 1)
     engine, wrapped, loader, scheduler = build.initialize(
         args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,

@@ -113,20 +113,35 @@ def get_rank() -> int:
     return dist.get_rank(_shared.group())
 
 
-def check_batches(settings: Mapping[str, Any], world: int) -> None:
-    """Refuses a degree of `mesh.cp` of which accelerate, whose data loaders give each rank samples of its own, was not told. Its
-    `train_batch_size` shows it."""
-    mesh = settings.get("mesh", {})
-    cp = mesh.get("cp", settings.get("sequence_parallel_size", 1)) if isinstance(mesh, Mapping) else 1
+def batch_of_accelerate(settings: Mapping[str, Any], world: int) -> Mapping[str, Any]:
+    """`settings` with the true `train_batch_size`, where accelerate's program counted each of the ranks that share layers
+    (`tensor_parallel.autotp_size`), as DeepSpeed does. They are given the same samples.
+
+    Raises `ConfigError` for a degree of `mesh.cp` of which accelerate was not told: its loaders give ranks other samples."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     counts = [count for count in map(settings.get, names) if isinstance(count, int)]
     state: Mapping[str, Any] = getattr(getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None), "_shared_state", {})
-    if not state or not isinstance(cp, int) or cp < 2 or len(counts) < len(names):
-        return
-    micro, steps, whole = counts
-    if micro * steps * world == whole:
+    if not state or len(counts) < len(names) or counts[0] * counts[1] * world != counts[2]:
+        return settings
+    tp = _degree(settings, "tensor_parallel", "autotp_size")
+    cp = max(_degree(settings, "mesh", "cp"), _number(settings, "sequence_parallel_size"))
+    if cp > 1:
         raise ConfigError(
             f"the configuration says that {cp} ranks share sequences, and accelerate reads other samples for each of the {world} ranks; "
             f'tell it with ParallelismConfig(sp_backend="deepspeed", sp_size={cp}), which TrainingArguments and Accelerator take as '
             "parallelism_config"
         )
+    if tp < 2 or counts[2] % tp:
+        return settings
+    log_once(f"train_batch_size {counts[2]} counts {tp} ranks that share layers as one each; a step has {counts[2] // tp} samples")
+    return {**settings, "train_batch_size": counts[2] // tp}
+
+
+def _degree(settings: Mapping[str, Any], section: str, name: str) -> int:
+    found = settings.get(section, {})
+    return _number(found, name) if isinstance(found, Mapping) else 1
+
+
+def _number(section: Mapping[str, Any], name: str) -> int:
+    value = section.get(name, 1)
+    return value if isinstance(value, int) else 1
