@@ -38,7 +38,7 @@ def test_layers_split_over_two_ranks() -> None:
     tp = {"tp": 2}
     check(2, [
         Split("bank", tp), Split("list", tp, stage=3), Split("gelu", tp, stage=2), Split("bank", tp, layer=drops("position")),
-        Split("list", tp, layer={**drops("score"), "use_residual": True}), Split("bank", tp, layer=drops("random"), stage=3),
+        Split("list", tp, layer={**drops("score"), "use_residual": True}), Split("bank", tp, layer=drops("score"), stage=3),
     ])  # fmt: skip
 
 

@@ -100,8 +100,8 @@ class Experts(nn.Module, ABC):
         self.__dict__.pop(MARK, None)
 
     def _borrow(self, route: Route) -> list[Tensor] | None:
-        """Parameters of the copies that this rank hosts; None if no rank has any (see `ExpertGroup.always_borrows`). Differentiable:
-        the copies' gradients come back to the expert's own rank and are added there. Collective."""
+        """Parameters of the copies that this rank hosts; None if no rank has any (see `ExpertGroup.always_borrows`).
+        Differentiable: the copies' gradients come back to the expert's own rank and are added there. Collective."""
         placement, me = route.placement, self.group.rank
         if not placement.copied and not self.group.always_borrows:
             return None

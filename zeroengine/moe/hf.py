@@ -61,7 +61,7 @@ class SharedStackedExperts(StackedExperts):
         super().__init__(int(number))  # type: ignore[arg-type]
         self._original = (original,)  # in a tuple it is no submodule: its parameters are ours
         self._router = (router,)
-        self._plain = _is_plain(original)
+        self.is_plain = _is_plain(original)
         self._dispatcher = Dispatcher(alone(), self.num_experts, "experts")
         self.statistics = Statistics(self.num_experts)
         for name, p in original._parameters.items():
@@ -74,6 +74,11 @@ class SharedStackedExperts(StackedExperts):
     @property
     def original(self) -> nn.Module:
         return self._original[0]
+
+    def between(self, inner: Tensor) -> Tensor:
+        """From the first layer's outputs to the second one's inputs, where `is_plain`."""
+        out: Tensor = self.original._apply_gate(inner)  # type: ignore[operator]
+        return out
 
     @property
     def bias(self) -> Tensor | None:
@@ -121,9 +126,8 @@ class SharedStackedExperts(StackedExperts):
         return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
 
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
-        if self._plain:
-            act: Callable[[Tensor], Tensor] = self.original._apply_gate  # type: ignore[assignment]
-            return grouped_mlp(rows, values["gate_up_proj"], values["down_proj"], counts, act)
+        if self.is_plain:
+            return grouped_mlp(rows, values["gate_up_proj"], values["down_proj"], counts, self.between)
         if not rows.shape[0]:  # its own code need not know of no rows; the parameters stay in the graph
             return rows * sum((p.sum() for p in values.values()), rows.new_zeros(()))
         index = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(rows.device).unsqueeze(1)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from zeroengine.logging import logger
 from zeroengine.mesh import Mesh
 from zeroengine.moe.dispatch import Dispatcher, Route
 from zeroengine.moe.group import ExpertGroup
-from zeroengine.moe.hf import convert, is_stacked_experts
+from zeroengine.moe.grouped import grouped_linear
+from zeroengine.moe.hf import SharedStackedExperts, convert, is_stacked_experts
 from zeroengine.moe.plan import place_experts, slot_counts
 from zeroengine.moe.router import Router
 from zeroengine.moe.statistics import Statistics
@@ -177,7 +179,9 @@ def recompute(model: nn.Module) -> None:
 
 def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
     """Replaces what depends on the values of tokens: every expert gets the same number of them. For a rehearsal."""
-    convert(model)
+    for module in convert(model).values():  # the engine leaves them alone
+        if module.is_plain:
+            module._compute = partial(_step_by_step, module)  # type: ignore[method-assign]
     for name, layer in model.named_modules():
         dispatcher = getattr(layer, "_dispatcher", None)
         if isinstance(dispatcher, Dispatcher):
@@ -186,6 +190,12 @@ def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
             layer.statistics = _NoStatistics(1)
         if isinstance(layer, Router):
             layer.kept = _keeps_all  # type: ignore[method-assign]
+
+
+def _step_by_step(module: SharedStackedExperts, rows: torch.Tensor, counts: list[int], values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """As the model's own code, which keeps the output of every operation."""
+    inner = module.between(grouped_linear(rows, values["gate_up_proj"], counts))
+    return grouped_linear(inner, values["down_proj"], counts)
 
 
 def _keeps_all(index: torch.Tensor, weights: torch.Tensor) -> None:
