@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.jobs import arguments, fresh_accelerate, logits
+from tests.integrations.jobs import arguments, fresh_accelerate, generated, logits
 from tests.integrations.tiny import Sentences, deepspeed_config, losses_of, stand_in
 
 KINDS = ("lora", "dora", "modules_to_save", "prompt")
@@ -66,6 +66,7 @@ def _train_adapter(pretrained: str, folder: Path, kind: str, stage: int | None, 
     trainer = Trainer(model, args, train_dataset=Sentences(16))
     trainer.train()
     result: dict[str, Any] = {"train": losses_of(trainer), "logits": logits(trainer.model)}
+    result["generated"] = generated(trainer.model) if kind != "prompt" else []
     trainable, total = model.get_nb_trainable_parameters()
     trainer.save_model()
     result |= {"trainable": trainable, "total": total}

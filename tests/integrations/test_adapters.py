@@ -36,7 +36,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 def test_an_adapter_trains_as_without_an_engine_and_is_saved_whole(case: int, trained: list[dict[str, Any]]) -> None:
     got, expected = trained[len(PLAIN) + case], trained[KINDS.index(str(ENGINES[case]["kind"]))]
     assert close(got["train"], expected["train"]), (got["train"], expected["train"])
-    assert close(got["logits"], expected["logits"], 1e-4)
+    assert close(got["logits"], expected["logits"], 1e-4) and got["generated"] == expected["generated"]
     assert (got["trainable"], got["total"]) == (expected["trainable"], expected["total"])
     assert not got["zero"]
     assert close(got["saved"], got["logits"], 1e-5)

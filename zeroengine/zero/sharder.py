@@ -312,7 +312,9 @@ class Sharder:
                 unit.leaf = holders[module]
                 members = self._units[self._unit_of[unit.leaf.index]]
                 unit.buckets += [b for b in members if b not in unit.buckets]
-            if not unit.buckets and module is not self.module:
+            # A model inside an adapter is called by itself when it generates: it is where a pass begins, as the whole is.
+            begins = module is self.module or callable(getattr(type(module), "generate", None))
+            if not unit.buckets and not begins:
                 continue
             if module in compiled and not is_wrapper(module):
                 self._handles.append(AroundCompiled(module, self._enter(unit), self._leave))
