@@ -99,13 +99,14 @@ def saved_adapter(pretrained: str, folder: Path, kind: str) -> dict[str, Any]:
         hf._hf_deepspeed_config_weak_ref = before
 
 
-def run_sft(rank: int, world: int, pretrained: str, folder: str, stages: list[int | None]) -> list[dict[str, Any]]:
-    """trl's SFTTrainer on prompts and completions; stage None, which comes first, is the one without an engine."""
+def run_trl(rank: int, world: int, pretrained: str, folder: str, cases: list[tuple[str, int | None]]) -> list[dict[str, Any]]:
+    """trl's trainers ("sft" on prompts and completions, "dpo" with a reference model, which gets an engine of its own); stage None
+    is without an engine."""
     stand_in()
     results = []
-    for i, stage in enumerate(stages):
+    for i, (kind, stage) in enumerate(cases):
         fresh_accelerate()
-        results.append(_sft(pretrained, Path(folder) / f"sft{i}", stage))
+        results.append(_trl(kind, pretrained, Path(folder) / f"{kind}{i}", stage))
     return results
 
 
@@ -123,19 +124,27 @@ def words(first: int, count: int) -> str:
     return " ".join(f"w{(first + j) % 50}" for j in range(count))
 
 
-def _sft(pretrained: str, folder: Path, stage: int | None) -> dict[str, Any]:
+def _trl(kind: str, pretrained: str, folder: Path, stage: int | None) -> dict[str, Any]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
-    from trl import SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     how: dict[str, Any] = {"use_cpu": True} if stage is None else {"deepspeed": deepspeed_config(stage, optimizer=False, scheduler=False)}
-    args = SFTConfig(
-        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=1e-2, logging_steps=1,
+    common: dict[str, Any] = dict(
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=1e-2, logging_steps=1,
         save_strategy="no", seed=11, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, bf16=False, max_length=16,
-        gradient_checkpointing=False, completion_only_loss=True, **how,
+        gradient_checkpointing=False, **how,
     )  # fmt: skip
-    data = Dataset.from_list([{"prompt": words(i * 7, 2 + i % 4), "completion": " " + words(i, 1 + i % 5)} for i in range(24)])
-    trainer = SFTTrainer(AutoModelForCausalLM.from_pretrained(pretrained), args, train_dataset=data, processing_class=tokenizer())
+    model = AutoModelForCausalLM.from_pretrained(pretrained)
+    trainer: Any
+    if kind == "sft":
+        data = Dataset.from_list([{"prompt": words(i * 7, 2 + i % 4), "completion": " " + words(i, 1 + i % 5)} for i in range(24)])
+        args = SFTConfig(str(folder), completion_only_loss=True, **common)
+        trainer = SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer())
+    else:
+        pairs = [{"prompt": words(i, 3), "chosen": " " + words(i + 3, 3), "rejected": " " + words(i * 5, 4)} for i in range(24)]
+        args = DPOConfig(str(folder), **common)
+        trainer = DPOTrainer(model, None, args, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer())
     trainer.train()
     result = {"train": losses_of(trainer), "logits": logits(trainer.model)}
     if stage is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.adapters import KINDS, run_adapters, run_sft
+from tests.integrations.adapters import KINDS, run_adapters, run_trl
 from tests.integrations.tiny import close, pretrained
 from tests.ranks import run_ranks
 
@@ -16,7 +16,7 @@ ENGINES: list[dict[str, Any]] = [
     {"kind": "lora", "stage": 2, "checkpointing": True},
     *({"kind": kind, "stage": 3, "checkpointing": kind in ("lora", "dora")} for kind in KINDS),
 ]
-SFT = [None, 2, 3]
+TRL = [("sft", None), ("sft", 2), ("sft", 3), ("dpo", None), ("dpo", 3)]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,9 @@ def test_an_adapter_trains_over_weights_of_four_bits(folder: Path, tmp_path: Pat
         assert (got["trainable"], got["total"]) == (expected["trainable"], expected["total"]) and not got["zero"]
 
 
-def test_trl_trains_completions_as_without_an_engine(folder: Path, tmp_path: Path) -> None:
-    expected, *engines = run_ranks(run_sft, 2, str(folder), str(tmp_path), SFT, timeout=200)[0]
-    for got in engines:
-        assert close(got["train"], expected["train"]), (got["train"], expected["train"])
-        assert close(got["logits"], expected["logits"], 1e-4)
+def test_trl_trains_as_without_an_engine(folder: Path, tmp_path: Path) -> None:
+    found = run_ranks(run_trl, 2, str(folder), str(tmp_path), TRL, timeout=200)[0]
+    plain = {kind: got for (kind, stage), got in zip(TRL, found, strict=True) if stage is None}
+    for (kind, _), got in zip(TRL, found, strict=True):
+        assert close(got["train"], plain[kind]["train"]), (kind, got["train"], plain[kind]["train"])
+        assert close(got["logits"], plain[kind]["logits"], 1e-4)

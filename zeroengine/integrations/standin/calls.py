@@ -75,6 +75,8 @@ def initialize(
     if isinstance(mpu, SequenceParallelism):
         given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), {})
         config, mpu = mpu.configured(given.to_dict() if isinstance(given, Config) else read(given).values), None
+    elif isinstance(config, Mapping):
+        config = _nested(config)
     elif isinstance(config_params, Mapping):
         config_params = batch_of_accelerate(config_params, get_world_size() if is_initialized() else 1)
     asked = getattr(model, _TP_SIZE, 1)
@@ -89,6 +91,20 @@ def initialize(
     if wrapped is not None and engine.zero_optimization_stage() == 3:
         wrapped.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     return engine, wrapped, loader, scheduler
+
+
+def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` with what is spelled `section.key` at its top (trl writes the sizes of a reference model so) in that section, unless
+    the section says something else than "auto". Sizes are whole numbers."""
+    spelled = {k: v for k, v in config.items() if k.count(".") == 1 and isinstance(config.get(k.partition(".")[0]), Mapping)}
+    if not spelled:
+        return config
+    found = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items() if k not in spelled}
+    for path, value in spelled.items():
+        section, _, key = path.partition(".")
+        if found[section].get(key, "auto") == "auto":
+            found[section][key] = int(value) if isinstance(value, float) and value > 1 else value
+    return found
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: ConfigSource | None = None) -> nn.Module:
