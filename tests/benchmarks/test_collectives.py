@@ -22,6 +22,6 @@ def test_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "collectives.json"
     assert main(["--ranks", "2", "--mib", "1", "--rounds", "1", "--repeats", "1", "--json", str(file)]) == 0
     results = json.loads(file.read_text())["results"]
-    assert [r["operation"] for r in results] == ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
+    assert [r["operation"] for r in results] == ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "message"]
     assert all(seconds > 0 for r in results for seconds in r["seconds"].values())
     assert "gloo ÷ shared" in capsys.readouterr().out
