@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,8 +65,25 @@ def _gathered(module: nn.Module) -> None:
         _data(module)
 
 
+@torch.no_grad()
+def _write_once(own: list[tuple[str, nn.Parameter]], handles: list[Any], *_: Any) -> None:
+    for name, p in own:
+        p.copy_(numbers()[name])
+    handles.pop().remove()
+
+
+def _in_forward(module: nn.Module) -> None:
+    """By each module in its next forward, where the values are gathered for it."""
+    for prefix, child in module.named_modules():
+        own = [(f"{prefix}.{name}" if prefix else name, p) for name, p in child.named_parameters(recurse=False)]
+
+        handles: list[Any] = []
+        if own:
+            handles.append(child.register_forward_pre_hook(partial(_write_once, own, handles)))
+
+
 EDITS: dict[str, Callable[[nn.Module], None]] = {
-    "load_state_dict": _load, "copy_": _copy, ".data": _data, "GatheredParameters": _gathered,
+    "load_state_dict": _load, "copy_": _copy, ".data": _data, "GatheredParameters": _gathered, "in forward": _in_forward,
 }  # fmt: skip
 
 
