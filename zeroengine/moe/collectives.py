@@ -30,7 +30,8 @@ def encode(rows: Tensor, wire: Wire) -> Tensor:
     rows = rows.contiguous()
     scale = rows.detach().abs().amax(1, keepdim=True).float().clamp_min(1e-12) / _FP8_MAX
     values = (rows.float() / scale).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8).view(torch.uint8)
-    return torch.cat([values, scale.contiguous().view(torch.uint8)], 1)
+    # A copy: `contiguous` leaves a column whose stride says nothing as it is, and bytes can only be seen in one with stride 1.
+    return torch.cat([values, scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)], 1)
 
 
 def decode(sent: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
