@@ -68,19 +68,22 @@ class BackgroundSaver:
 
     def _run(self, saver: Saver, rest: list[tuple[Tensor, Tensor]]) -> None:
         try:
-            for target, source in rest:
-                copy_away(target, source)
-            rest.clear()
-            self._copied.set()
+            self._copy(rest)
             saver.run()
         except BaseException as exc:  # handed to the training thread
             self._error = exc
             logger.error("in the background: %s", describe(exc))
         finally:
-            rest.clear()
-            self._copied.set()
             saver.forget()
             self._memory.release()
+
+    def _copy(self, rest: list[tuple[Tensor, Tensor]]) -> None:
+        try:
+            for target, source in rest:
+                copy_away(target, source)
+        finally:
+            rest.clear()
+            self._copied.set()
 
     @property
     def busy(self) -> bool:

@@ -20,19 +20,10 @@ from zeroengine.comm import checks
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
 from zeroengine.comm.listening import Listener, Movement, Watched
 from zeroengine.comm.protocol import Communicator, ReduceOp, Traffic, Work
-from zeroengine.comm.torch_names import all_gather_single, all_to_all_single, reduce_scatter_single
+from zeroengine.comm.torch_names import REDUCE_OPS, all_gather_single, all_to_all_single, reduce_scatter_single
 from zeroengine.device import local_device
 
 _REMEMBERED = 64
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-    "and": dist.ReduceOp.BAND,
-    "or": dist.ReduceOp.BOR,
-    "xor": dist.ReduceOp.BXOR,
-}
 
 
 class DirectWork:
@@ -140,7 +131,7 @@ class DirectCommunicator:
         checks.flat(self.name, subject, tensor)
         checks.check_scale(self.name, tensor, scale, subject, op)
         told = self._note("all_reduce", subject, tensor, checks.all_reduce_share(tensor, self.size), op)
-        handle = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
+        handle = dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self._group, async_op=True)
         return self._watched(told, DirectWork(handle, (tensor,), (lambda: tensor.mul_(scale)) if scale != 1.0 else None))
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.direct import DirectCommunicator
-from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.health import process_monitor
-from zeroengine.comm.lane import Lane
+from zeroengine.comm.lane import create_in_lane
 from zeroengine.comm.listening import Listener
 from zeroengine.comm.local import LocalCommunicator
 from zeroengine.comm.shared import SharedTransport
@@ -143,23 +142,15 @@ class Fabric:
         """Connecting waits for every member: in a lane, so that one that never comes is named."""
         if self._watch is None:
             raise RankError(f"communicator {name!r}: no monitor for a group of {len(members)} ranks")
-        found: list[tuple[Wire, SharedTransport | TwoLevelTransport | None]] = []
-        peers = tuple(r for r in members if r != self.rank)
-        lane = Lane(f"creation of {name}", peers, self._watch, None)
-        mark = Fingerprint("new_group", name, 0, torch.uint8)
 
-        def make() -> None:
+        def make() -> tuple[Wire, SharedTransport | TwoLevelTransport | None]:
             group = self._new_group(name, members, "gloo")
             if len(members) < self.world_size:
                 _forget_addresses(group)
             wire, connect = Wire(group), partial(self._between_hosts, name)
-            found.append((wire, self._memory.transport(name, wire, members, members.index(self.rank), connect)))
+            return wire, self._memory.transport(name, wire, members, members.index(self.rank), connect)
 
-        try:
-            lane.submit(mark, make).wait()
-        finally:
-            lane.close(0.0)
-        return found[0]
+        return create_in_lane(name, tuple(r for r in members if r != self.rank), self._watch, make)
 
     def _between_hosts(self, name: str, members: tuple[int, ...]) -> Wire:
         group = self._new_group(f"{name} between hosts", members, "gloo")

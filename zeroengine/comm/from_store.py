@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from zeroengine.comm.fingerprint import Fingerprint, name_ranks
-from zeroengine.comm.lane import Lane, Operation, Watch
+from zeroengine.comm.fingerprint import name_ranks
+from zeroengine.comm.lane import Lane, Operation, Watch, create_in_lane
 from zeroengine.comm.shared import SharedTransport
 from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.comm.torch_comm import TorchCommunicator
@@ -28,23 +27,15 @@ def communicator_from_store(
 
     Messages go through shared memory if all ranks have that in common: then a receive from any rank has one place to look.
     """
-    found: list[tuple[Wire, SharedTransport | TwoLevelTransport | None]] = []
-    peers = tuple(r for i, r in enumerate(ranks) if i != rank)
-    lane = Lane(f"creation of {name}", peers, watch, None)
 
     def between_hosts(members: tuple[int, ...]) -> Wire:
         return wire_from_store(dist.PrefixStore(f"between hosts, {members[0]}", store), members.index(ranks[rank]), len(members), timeout)
 
-    def make() -> None:
+    def make() -> tuple[Wire, SharedTransport | TwoLevelTransport | None]:
         wire = wire_from_store(store, rank, len(ranks), timeout)
-        shared = memory.transport(name, wire, ranks, rank, between_hosts) if len(ranks) > 1 else None
-        found.append((wire, shared))
+        return wire, memory.transport(name, wire, ranks, rank, between_hosts) if len(ranks) > 1 else None
 
-    try:
-        lane.submit(Fingerprint("new_group", name, 0, torch.uint8), make).wait()
-    finally:
-        lane.close(0.0)
-    wire, shared = found[0]
+    wire, shared = create_in_lane(name, tuple(r for i, r in enumerate(ranks) if i != rank), watch, make)
     return TorchCommunicator(name, wire, ranks, watch, shared=shared, channels=isinstance(shared, SharedTransport))
 
 

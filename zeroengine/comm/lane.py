@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from zeroengine.comm.fingerprint import Fingerprint
+
+_T = TypeVar("_T")
 
 
 class Watch(Protocol):
@@ -177,3 +179,15 @@ class Lane:
         with self._lock:
             self._pending.pop(operation.index, None)
         operation.finish()
+
+
+def create_in_lane(name: str, peers: Sequence[int], watch: Watch, make: Callable[[], _T]) -> _T:
+    """What `make` returns, which waits for all `peers` to make group `name` with it: in a lane of its own, so that one that never
+    comes is named."""
+    made: list[_T] = []
+    lane = Lane(f"creation of {name}", peers, watch, None)
+    try:
+        lane.submit(Fingerprint("new_group", name, 0, torch.uint8), lambda: made.append(make())).wait()
+    finally:
+        lane.close(0.0)
+    return made[0]

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from zeroengine.addresses import endpoint
 from zeroengine.errors import ConfigError, RankError
 
 _HANDSHAKE_SECONDS = 8.0
@@ -31,7 +32,7 @@ class Place:
     @property
     def endpoint(self) -> str:
         """`host:port`, with brackets around an IPv6 address."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return endpoint(self.host, self.port)
 
 
 def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, mpi: bool) -> Place | None:

@@ -16,13 +16,11 @@ from zeroengine.comm.fixed_order import reduce_rows
 from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.torch_comm import AnyTransport, TorchCommunicator
+from zeroengine.comm.torch_names import REDUCE_OPS
 from zeroengine.comm.verify import HeaderCheck
 
 _SUBJECT = "torch.distributed"
-_KINDS: tuple[tuple[Any, ReduceOp], ...] = (
-    (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "sum"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.PRODUCT, "product"), (dist.ReduceOp.BAND, "and"), (dist.ReduceOp.BOR, "or"), (dist.ReduceOp.BXOR, "xor"),
-)  # fmt: skip
+_KINDS: tuple[tuple[Any, ReduceOp], ...] = (*((kind, op) for op, kind in REDUCE_OPS.items()), (dist.ReduceOp.AVG, "sum"))
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Moves:
             transport.all_reduce(target.flat, reduction.op, reduction.scale)
             target.settle()
 
-        return self._run("all_reduce", target.flat, reduction.describe(), 2 * self._share(tensor.nbytes), move)
+        return self._run("all_reduce", target.flat, reduction.describe(), checks.all_reduce_share(tensor, self._size), move)
 
     def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Operation:
         reduction.check(tensor)
@@ -106,7 +104,7 @@ class Moves:
                 target.settle()
 
         detail = f"{reduction.describe()}, to rank {self._comm.ranks[root]}"
-        return self._run("reduce", data, detail, 2 * self._share(tensor.nbytes), move)
+        return self._run("reduce", data, detail, checks.all_reduce_share(tensor, self._size), move)
 
     def broadcast(self, tensor: Tensor, root: int) -> Operation:
         target = _Target(tensor, filled=self._rank == root)
@@ -244,7 +242,7 @@ class Moves:
             if spread is not None:
                 _spread(target.flat, spread)
 
-        return self._comm.run(mark, (data.numel() - sends[self._rank]) * data.element_size(), move)
+        return self._comm.run(mark, checks.all_to_all_share(data, sends, self._rank, self._size), move)
 
     def _uneven(
         self, transport: AnyTransport, output: Tensor, input: Tensor, receives: list[int], sends: list[int], mark: Fingerprint

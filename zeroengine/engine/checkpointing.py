@@ -84,7 +84,7 @@ class CheckpointMethods:
             else:
                 if self._background is None:
                     self._background = BackgroundSaver()
-                later = self._copied_later()
+                later = self._copied_later(self._background)
                 self._background.start(folder, tensors, values, own, latest=save_latest, keep_last=keep_last, later=later)
         return True
 
@@ -127,13 +127,13 @@ class CheckpointMethods:
             tensors.update(state.optimizer_pieces(optimizer, share))
         return place_parts(tensors, self.module)
 
-    def _copied_later(self) -> Callable[[str], bool]:
+    def _copied_later(self, background: BackgroundSaver) -> Callable[[str], bool]:
         """Which values a save in the background may copy after `save_checkpoint` has returned: the optimizer's state in memory. Only
         the engine changes it, and waits for the copy first (`ZeroOptimizer.settle`); weights are anybody's to change at any time."""
         optimizer = self.mechanism.optimizer
-        if optimizer is None or self._background is None or self.mechanism.placement.state_rule.tier == "nvme":
+        if optimizer is None or self.mechanism.placement.state_rule.tier == "nvme":
             return lambda key: False
-        optimizer.readers = self._background.staged
+        optimizer.readers = background.staged
         return lambda key: key.startswith("optim.")
 
     def wait_for_checkpoint(self) -> None:

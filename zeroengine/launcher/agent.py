@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from zeroengine.addresses import endpoint
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import network, processes
 from zeroengine.launcher.plan import Part, Plan
@@ -107,7 +108,7 @@ def unreachable(address: str, port: int, part: Part, reason: str) -> str:
     except (OSError, ZeroEngineError) as error:
         path = f"for which there is no route ({error})"
     return (
-        f"{socket.gethostname()} cannot reach the first host at {network.endpoint(address, port)} {path} within "
+        f"{socket.gethostname()} cannot reach the first host at {endpoint(address, port)} {path} within "
         f"{part.patience:g} s: {reason}. Open the ports between the hosts, or choose another address or network with "
         "--master-addr or --interface (zerorun check tries every pair of hosts)"
     )

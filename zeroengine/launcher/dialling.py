@@ -7,8 +7,8 @@ import socket
 import time
 from pathlib import Path
 
+from zeroengine.addresses import endpoint
 from zeroengine.errors import ZeroEngineError
-from zeroengine.launcher import network
 
 TOKEN = "ZERORUN_TOKEN"
 
@@ -33,7 +33,7 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((address, port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        where = network.endpoint(address or socket.gethostname(), port)
+        where = endpoint(address or socket.gethostname(), port)
         raise ZeroEngineError(f"cannot listen on {where}: {error.strerror}; choose another port with --master-port") from None
     listener.setblocking(False)
     return listener
@@ -56,7 +56,7 @@ def dial(address: str, port: int, patience: float) -> int:
             return connection.detach()
         time.sleep(min(0.3, max(0.0, left)))
     raise ZeroEngineError(
-        f"{socket.gethostname()} cannot reach the launcher at {network.endpoint(address, port)} within {patience:g} s: {reason}. "
+        f"{socket.gethostname()} cannot reach the launcher at {endpoint(address, port)} within {patience:g} s: {reason}. "
         "Start node 0 there, open the port, or choose another with --master-addr and --master-port"
     )
 

@@ -117,11 +117,6 @@ def address_of(interface: str) -> str:
     raise ZeroEngineError(f"--interface {interface}: no such interface with an address on {socket.gethostname()}; there are {names}")
 
 
-def endpoint(address: str, port: int) -> str:
-    """`address:port`, with brackets around an IPv6 address."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
 def why_unreachable(address: str, port: int, timeout: float) -> str | None:
     """None once a connection to `address:port` stands; else the reason, after at most `timeout` seconds."""
     try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import ConfigError
-from zeroengine.parallel.hf import SharedSequences
+from zeroengine.parallel.hf import SharedSequences, batch_shape
 from zeroengine.parallel.hf_attention import RunningBatch
 from zeroengine.parallel.masks import documents_from_positions
 
@@ -22,10 +22,7 @@ class CutSequences(SharedSequences):
     """
 
     def _call(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        given = inputs.get("input_ids") if inputs.get("input_ids") is not None else inputs.get("inputs_embeds")
-        if not isinstance(given, Tensor):
-            raise ConfigError("a model over a shared sequence must be called with input_ids or inputs_embeds")
-        batch, local = given.shape[:2]
+        batch, local = batch_shape(inputs)
         if inputs.pop("past_key_values", None) is not None:
             raise ConfigError("a cache cannot run over a shared sequence; leave past_key_values out")
         positions, mask = inputs.get("position_ids"), inputs.pop("attention_mask", None)

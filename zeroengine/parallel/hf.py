@@ -219,7 +219,7 @@ def cut_batch(inputs: Mapping[str, Any], group: SequenceGroup, accepted: frozens
     """This rank's tokens of the arguments of a transformers model without its labels, and where all tokens lie. `accepted`: names
     that the model's forward takes. Position ids and documents are derived from the whole batch."""
     given = dict(inputs)
-    batch, length = _shape(given)
+    batch, length = batch_shape(given)
     running = RunningBatch(group.layout(length), _documents(given, batch, length))
     given.pop("attention_mask", None)
     if given.pop("past_key_values", None) is not None:
@@ -250,7 +250,8 @@ def predicts_next(model: nn.Module) -> bool:
     return "CausalLM" in kind or "LMHeadModel" in type(model).__name__
 
 
-def _shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
+def batch_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Sequences and tokens of each in the inputs of a model. Raises `ConfigError` for inputs that tell neither."""
     for name in ("input_ids", "inputs_embeds"):
         value = inputs.get(name)
         if isinstance(value, Tensor):

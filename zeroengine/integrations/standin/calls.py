@@ -75,10 +75,10 @@ def initialize(
     if isinstance(mpu, SequenceParallelism):
         given = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), {})
         config, mpu = mpu.configured(given.to_dict() if isinstance(given, Config) else read(given).values), None
-    elif isinstance(config, Mapping):
-        config = _nested(config)
-    elif isinstance(config_params, Mapping):
-        config_params = batch_of_accelerate(config_params, get_world_size() if is_initialized() else 1)
+    else:
+        config = _nested(config) if isinstance(config, Mapping) else config
+        if isinstance(config_params, Mapping):
+            config_params = batch_of_accelerate(config_params, get_world_size() if is_initialized() else 1)
     asked = getattr(model, _TP_SIZE, 1)
     engine, wrapped, loader, scheduler = build.initialize(
         args=args, model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
