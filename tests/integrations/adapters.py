@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,57 @@ def _trl(kind: str, pretrained: str, folder: Path, stage: int | None) -> dict[st
     if stage is not None:
         trainer.accelerator.free_memory(trainer.model_wrapped)
     return result
+
+
+def run_adalora(rank: int, world: int, pretrained: str, stages: list[int | None]) -> list[list[float]]:
+    """Losses of a loop that gives ranks to its adapters by their gradients: AdaLoRA, with `stage` None first. At stage 3 it sees and
+    edits its weights gathered."""
+    stand_in()
+    importlib.import_module("deepspeed").init_distributed()
+    return [_train_adalora(pretrained, stage) for stage in stages]
+
+
+def _train_adalora(pretrained: str, stage: int | None) -> list[float]:
+    import deepspeed
+    import transformers.integrations.deepspeed as hf
+    from peft import AdaLoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(pretrained)
+    torch.manual_seed(2)
+    plan = AdaLoraConfig(
+        task_type="CAUSAL_LM", init_r=6, target_r=2, tinit=1, tfinal=2, deltaT=1, total_step=8, target_modules=["q_proj", "v_proj"],
+    )  # fmt: skip
+    model = get_peft_model(base, plan)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    ids = Sentences(2 * dist.get_world_size()).ids
+    losses = []
+    if stage is None:
+        optimizer = torch.optim.SGD(weights, lr=1.0)
+        for step in range(6):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            model.base_model.update_and_allocate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    kept = hf.HfDeepSpeedConfig(config)  # peft asks transformers whether an engine is there
+    engine = deepspeed.initialize(model=model, config=config, model_parameters=weights)[0]
+    mine = ids[2 * dist.get_rank() :][:2]
+    for step in range(6):
+        loss = engine(input_ids=mine, labels=mine).loss
+        engine.backward(loss)
+        with deepspeed.zero.GatheredParameters(weights if stage == 3 else [], modifier_rank=0):
+            model.base_model.update_and_allocate(step)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    engine.destroy()
+    del kept
+    return losses

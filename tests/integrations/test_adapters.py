@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.adapters import KINDS, run_adapters, run_trl
+from tests.integrations.adapters import KINDS, run_adalora, run_adapters, run_trl
 from tests.integrations.tiny import close, pretrained
 from tests.ranks import run_ranks
 
@@ -53,6 +53,13 @@ def test_an_adapter_trains_over_weights_of_four_bits(folder: Path, tmp_path: Pat
         assert close(got["train"], expected["train"]), (got["train"], expected["train"])
         assert close(got["logits"], expected["logits"], 1e-4) and close(got["saved"], got["logits"], 1e-5)
         assert (got["trainable"], got["total"]) == (expected["trainable"], expected["total"]) and not got["zero"]
+
+
+def test_adapters_whose_ranks_follow_gradients_train_as_without_an_engine(folder: Path) -> None:
+    expected, *engines = run_ranks(run_adalora, 2, str(folder), [None, 0, 1, 2, 3], timeout=120)[0]
+    for got in engines:
+        assert close(got, expected), (got, expected)
+    assert len(set(expected)) == len(expected)
 
 
 def test_trl_trains_as_without_an_engine(folder: Path, tmp_path: Path) -> None:
