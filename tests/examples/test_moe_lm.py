@@ -10,7 +10,7 @@ TINY = ("--layers", 1, "--width", 32, "--length", 16, "--batch", 8, "--k", 1, "-
 
 
 def test_it_learns_and_shows_the_loads() -> None:
-    out = run_example("moe_lm.py", *TINY, "--steps", 60, "--copies")
+    out = run_example("moe_lm.py", *TINY, "--steps", 60, "--copies", fresh=True)
     first, last = (float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", out)[::1][:2])
     assert last < first < 6.0, out
     found = re.search(r"busiest expert ([\d.]+) before, ([\d.]+) after; busiest rank ([\d.]+) before, ([\d.]+) after", out)
