@@ -7,15 +7,15 @@ first. What is read as a process starts, or while it imports, needs a new interp
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import runpy
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import popen_forkserver
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import popen_forkserver, reduction
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
@@ -49,59 +49,79 @@ class Forked(ForkServerProcess):
         return _Popen(process_obj)
 
 
-@dataclass(frozen=True)
 class Program:
-    """A program that was started, and the files with what it writes (may be the same)."""
+    """A program that was started."""
 
-    process: subprocess.Popen[bytes] | Forked
-    out: Path
-    err: Path
+    def __init__(self, process: subprocess.Popen[bytes] | Forked) -> None:
+        self._process = process
 
     def running(self) -> bool:
-        return self.process.poll() is None if isinstance(self.process, subprocess.Popen) else self.process.is_alive()
+        return self._process.poll() is None if isinstance(self._process, subprocess.Popen) else self._process.is_alive()
 
     def wait(self, seconds: float) -> None:
         """At most so long; kills it then."""
-        if isinstance(self.process, subprocess.Popen):
-            try:
-                self.process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                self.kill()
-            return
-        self.process.join(seconds)
+        if isinstance(self._process, subprocess.Popen):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+        else:
+            self._process.join(seconds)
         if self.running():
             self.kill()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait() if isinstance(self.process, subprocess.Popen) else self.process.join()
+        self._process.kill()
+        self._process.wait() if isinstance(self._process, subprocess.Popen) else self._process.join()
 
     def code(self) -> int:
         """How it ended; minus the signal that ended it."""
-        code = self.process.returncode if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+        code = self._process.returncode if isinstance(self._process, subprocess.Popen) else self._process.exitcode
         if code is None:
             raise RuntimeError("it is still running")
         return code
 
 
-def start_program(argv: Sequence[str], environment: dict[str, str], out: Path, err: Path, fresh: bool) -> Program:
-    """Starts `python <argv>`: a file with its arguments, or -m with a module and its. `fresh`: in a new interpreter; otherwise in a
-    fork that lacks what only such a one has: its own imports, and the taking down of an interpreter at the end."""
-    out.touch()
-    err.touch()
+def start_program(argv: Sequence[str], environment: dict[str, str], streams: Sequence[int], fresh: bool = False) -> Program:
+    """Starts `python <argv>`: a file with its arguments, or -m with a module and its.
+
+    Args:
+        streams: descriptors of its standard input, output and error output.
+        fresh: in a new interpreter; otherwise in a fork, which lacks what only such a one has: imports of its own, and the taking down of
+            an interpreter at the end.
+    """
+    stdin, stdout, stderr = streams
     if fresh:
-        with out.open("ab") as to_out, err.open("ab") as to_err:
-            return Program(subprocess.Popen([sys.executable, *argv], env=environment, stdout=to_out, stderr=to_err), out, err)
-    forked = Forked(_as_program, (list(argv), environment, str(out), str(err)))
+        return Program(subprocess.Popen([sys.executable, *argv], env=environment, stdin=stdin, stdout=stdout, stderr=stderr))
+    forked = Forked(_as_program, (list(argv), environment, [_Handed(stream) for stream in streams]))
     forked.start()
-    return Program(forked, out, err)
+    return Program(forked)
 
 
-def _as_program(argv: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    for descriptor, name in ((1, out), (2, err)):
-        file = os.open(name, os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, descriptor)
-        os.close(file)
+@contextlib.contextmanager
+def written_to(out: Path, err: Path) -> Iterator[tuple[int, int, int]]:
+    """Streams for `start_program`: no input, and output to files, which may be one."""
+    with open(os.devnull, "rb") as none, out.open("ab") as to_out, err.open("ab") as to_err:
+        yield none.fileno(), to_out.fileno(), to_err.fileno()
+
+
+class _Handed:
+    """A descriptor among the arguments of a process; there it is a number again."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _taken, (reduction.DupFd(self._descriptor),)
+
+
+def _taken(handed: Any) -> int:
+    return int(handed.detach())
+
+
+def _as_program(argv: list[str], environment: dict[str, str], streams: list[int]) -> None:
+    for own, given in enumerate(streams):
+        os.dup2(given, own)
+        os.close(given)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has closed the one of before
     os.environ.clear()
     os.environ.update(environment)
     _end(_run(argv))

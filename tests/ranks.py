@@ -83,9 +83,11 @@ def run_ranks(
     env: dict[str, str] | None = None,
     fresh: bool = False,
     server: str = "engine",
+    victim: int | None = None,
 ) -> list[Any]:
     """`env`: variables of the ranks beside this process'. `fresh`: new processes, for what is read as a process starts. `server`:
-    the module of tests/preload whose imports the ranks begin with."""
+    the module of tests/preload whose imports the ranks begin with. `victim`: a rank that stops for ever, and is killed when all others
+    have ended."""
     spawn = multiprocessing.get_context("spawn")
     port = free_port()
     procs: list[BaseProcess] = []
@@ -102,6 +104,8 @@ def run_ranks(
     outcomes = [Outcome() for _ in range(world)]
     pending, drained = set(range(world)), set()  # a pipe at its end polls as readable for ever
     while pending and time.monotonic() - start < timeout:
+        if pending == {victim}:
+            break
         if pending <= drained:
             time.sleep(0.01)
         for r in list(pending):

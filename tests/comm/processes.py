@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forks import Program, start_program
+from tests.forks import Program, start_program, written_to
 from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def run_processes(
     """`victims` may stay behind (stopped): they are killed when the others have ended. `fresh`: interpreters of their own, for tests in
     which one is taken down."""
     with tempfile.TemporaryDirectory() as folder:
-        return _watch(_start(scenario, world, arguments, Path(folder), fresh), timeout, victims)
+        return _watch(_start(scenario, world, arguments, Path(folder), fresh), Path(folder), timeout, victims)
 
 
 def _start(scenario: str, world: int, arguments: tuple[object, ...], folder: Path, fresh: bool) -> list[Program]:
@@ -38,12 +38,12 @@ def _start(scenario: str, world: int, arguments: tuple[object, ...], folder: Pat
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        file = folder / str(rank)
-        started.append(start_program(["-m", "tests.comm.faults", scenario, *map(str, arguments)], variables, file, file, fresh))
+        with written_to(folder / str(rank), folder / str(rank)) as streams:
+            started.append(start_program(["-m", "tests.comm.faults", scenario, *map(str, arguments)], variables, streams, fresh))
     return started
 
 
-def _watch(programs: list[Program], timeout: float, victims: tuple[int, ...]) -> list[Ended]:
+def _watch(programs: list[Program], folder: Path, timeout: float, victims: tuple[int, ...]) -> list[Ended]:
     world = len(programs)
     start, ends = time.time(), [0.0] * world
     killed: set[int] = set()
@@ -58,7 +58,7 @@ def _watch(programs: list[Program], timeout: float, victims: tuple[int, ...]) ->
                 programs[rank].kill()
                 killed.add(rank)
         time.sleep(0.02)
-    outputs = [p.out.read_text() for p in programs]
+    outputs = [(folder / str(rank)).read_text() for rank in range(world)]
     faults = [float(line.split()[1]) for text in outputs for line in text.splitlines() if line.startswith("FAULT ")]
     zero = min(faults, default=start)
     return [Ended(None if r in killed else p.code(), outputs[r], (ends[r] or time.time()) - zero) for r, p in enumerate(programs)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.forks import Program, start_program
+from tests.forks import Program, start_program, written_to
 from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ class Ended:
 def start_example(name: str, *args: object, ranks: int = 2, timeout: float = 120.0, fresh: bool = False) -> list[Ended]:
     """Runs `examples/<name>` on `ranks` ranks and returns how each ended; kills all of them after `timeout` seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        return _outcomes(_start(name, args, ranks, Path(folder), fresh), time.monotonic() + timeout)
+        return _outcomes(_start(name, args, ranks, Path(folder), fresh), Path(folder), time.monotonic() + timeout)
 
 
 def kill_example(name: str, *args: object, when: Callable[[], bool], ranks: int = 2, timeout: float = 120.0) -> None:
@@ -44,7 +44,7 @@ def kill_example(name: str, *args: object, when: Callable[[], bool], ranks: int 
             time.sleep(0.005)
         for rank in started:
             rank.kill()
-        ended = _outcomes(started, deadline)
+        ended = _outcomes(started, Path(folder), deadline)
     if not when() or any(e.code >= 0 for e in ended):
         raise AssertionError("it ended before it could be killed\n" + "\n".join(f"{e.code}\n{e.out}\n{e.err}" for e in ended))
 
@@ -65,16 +65,18 @@ def _start(name: str, args: Sequence[object], ranks: int, folder: Path, fresh: b
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
         }
-        written = folder / str(rank)
-        written.mkdir()
-        started.append(start_program(program, environment, written / "out", written / "err", fresh))
+        with written_to(folder / f"out{rank}", folder / f"err{rank}") as streams:
+            started.append(start_program(program, environment, streams, fresh))
     return started
 
 
-def _outcomes(started: Sequence[Program], deadline: float) -> list[Ended]:
-    for rank in started:
-        rank.wait(max(1.0, deadline - time.monotonic()))
-    return [Ended(rank.code(), rank.out.read_text(), rank.err.read_text()) for rank in started]
+def _outcomes(started: Sequence[Program], folder: Path, deadline: float) -> list[Ended]:
+    for program in started:
+        program.wait(max(1.0, deadline - time.monotonic()))
+    return [
+        Ended(program.code(), *((folder / f"{stream}{rank}").read_text() for stream in ("out", "err")))
+        for rank, program in enumerate(started)
+    ]
 
 
 def run_example(name: str, *args: object, ranks: int = 2, timeout: float = 120.0, fresh: bool = False) -> str:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
+
+# A library that asks for GPUs while it is imported must not start CUDA here: forks could not use it any more.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 # What the engine imports, what torch imports when the first optimizer is made, and what modules of tests import.
 ALWAYS = (
