@@ -10,7 +10,7 @@ TINY = ("--layers", 1, "--width", 32, "--length", 16, "--batch", 8, "--k", 1, "-
 
 
 def test_it_learns_and_shows_the_loads() -> None:
-    out = run_example("moe_lm.py", *TINY, "--steps", 60, "--copies", fresh=True)
+    out = run_example("moe_lm.py", *TINY, "--steps", 60, "--copies")
     first, last = (float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", out)[::1][:2])
     assert last < first < 6.0, out
     found = re.search(r"busiest expert ([\d.]+) before, ([\d.]+) after; busiest rank ([\d.]+) before, ([\d.]+) after", out)
@@ -22,4 +22,4 @@ def test_it_learns_and_shows_the_loads() -> None:
 def test_wrong_numbers_are_one_line() -> None:
     for ended in start_example("moe_lm.py", *TINY[:-2], "--experts", 3):
         assert ended.code != 0 and "--experts 3" in ended.err
-    assert "--width 33" in start_example("moe_lm.py", "--width", 33, ranks=1)[0].err
+    assert "--width 33" in start_example("moe_lm.py", "--width", 33, ranks=1, fresh=True)[0].err

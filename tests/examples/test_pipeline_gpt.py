@@ -12,7 +12,7 @@ TINY = ("--layers", 2, "--width", 64, "--length", 16, "--bytes", 20000, "--micro
 
 
 def test_it_learns_and_draws_both_timelines(tmp_path: Path) -> None:
-    out = run_example("pipeline_gpt.py", *TINY, "--steps", 30, "--output", tmp_path, ranks=4, fresh=True)
+    out = run_example("pipeline_gpt.py", *TINY, "--steps", 30, "--output", tmp_path, ranks=4)
     before, after = (float(x) for x in re.findall(r"Held-out loss \w+: ([\d.]+)", out))
     assert after < before - 0.5, out
     idle = [float(x) for x in re.findall(r"(?:measured|simulated): [\d.]+ ms, idle ([\d.]+)%", out)]
@@ -23,5 +23,5 @@ def test_it_learns_and_draws_both_timelines(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_are_one_line() -> None:
-    ended = start_example("pipeline_gpt.py", "--width", 33, ranks=1)[0]
+    ended = start_example("pipeline_gpt.py", "--width", 33, ranks=1, fresh=True)[0]
     assert ended.code != 0 and "--width" in ended.err.splitlines()[-1]
