@@ -120,7 +120,7 @@ def test_command_writes_a_configuration_that_the_engine_reads(tmp_path: Path, ca
     folder, out = tmp_path / "model", tmp_path / "config.json"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **gpt2()}))
-    options = ["--gpus", "4", "--batch", "8", "--sequence", "64", "--tp", "1,2", "--pp", "1,2", "--micro-batch", "1", "--stage", "1,3"]
+    options = ["--gpus", "4", "--batch", "8", "--sequence", "64", "--tp", "1,2", "--pp", "1", "--micro-batch", "1", "--stage", "1,3"]
     assert main(["plan", "--model", str(folder), *options, "--write", str(out)]) == 0
     told = capsys.readouterr().out
     assert "placement" in told
