@@ -214,6 +214,7 @@ def test_no_memory_is_enough_for_nothing(capsys: pytest.CaptureFixture[str]) -> 
     assert "0 fit" in told and "more than the 0.0 MB there are; most of it is reserved" in told
 
 
+@pytest.mark.ranks
 def test_a_measured_machine_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "machine.json"
     assert main(["plan", "--measure", str(machine), "--gpus", "2", "--nvme-path", str(tmp_path)]) == 0
