@@ -105,8 +105,12 @@ setup(
         "hf": HF,
         "examples": [*HF, "tqdm"],
         "tensorboard": ["tensorboard"],
-        # peft and trl: their own users' trainers are tested on the engine. tensorboard: what its monitor writes is read again.
-        "test": ["peft", "trl", "tensorboard", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"],
+        # peft, trl and bitsandbytes: their own users' trainers and weights are tested on the engine. tensorboard: what its monitor
+        # writes is read again.
+        "test": [
+            *("peft", "trl", "bitsandbytes", "tensorboard"),
+            *("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy", "clang-format"),
+        ],
         "bench": ["matplotlib"],
         # A peer of the benchmarks; its build reads the installed torch, so it is installed by itself and last.
         "peers": ["deepspeed"],

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 LAUNCHER = Path(__file__).parent / "launcher"
+STARTERS = ("run_ranks", "run_example", "start_example")
 
 
 def starts_processes(item: pytest.Item) -> bool:
-    """True for tests that start ranks: their module uses `run_ranks`, lies in launcher/, or says so with the marker."""
+    """True for tests that start ranks: their module imports one of `STARTERS`, lies in launcher/, or says so with the marker."""
     module = getattr(item, "module", None)
-    return hasattr(module, "run_ranks") or LAUNCHER in item.path.parents or item.get_closest_marker("ranks") is not None
+    return any(hasattr(module, name) for name in STARTERS) or LAUNCHER in item.path.parents or item.get_closest_marker("ranks") is not None
 
 
 @pytest.hookimpl(tryfirst=True)

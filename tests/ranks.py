@@ -6,8 +6,8 @@
 A rank that raises makes `run_ranks` raise `RanksFailed` with every rank's traceback. `failures=True` returns the
 outcomes instead, for tests of errors: one `Outcome` a rank.
 
-Ranks are forked from a server that has imported torch and this package and has done nothing else, for importing them takes
-longer than most tests. What is read as a process starts, or while it imports, needs `fresh`.
+Ranks are forked from a server that has imported torch, this package and transformers and has done nothing else (tests/forks.py).
+What is read as a process starts, or while it imports, needs `fresh`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-_ctx = multiprocessing.get_context("forkserver")
-_ctx.set_forkserver_preload(["torch", "torch.distributed", "zeroengine", "tests.ranks"])
+from tests.forks import Forked
 
 
 class RanksFailed(AssertionError):
@@ -82,21 +82,30 @@ def run_ranks(
     failures: bool = False,
     env: dict[str, str] | None = None,
     fresh: bool = False,
+    server: str = "engine",
+    victim: int | None = None,
 ) -> list[Any]:
-    """`env`: variables of the ranks beside this process'. `fresh`: new processes, for what is read as a process starts."""
-    context = multiprocessing.get_context("spawn") if fresh else _ctx
-    port, start = free_port(), time.monotonic()
-    procs, pipes = [], []
+    """`env`: variables of the ranks beside this process'. `fresh`: new processes, for what is read as a process starts. `server`:
+    the module of tests/preload whose imports the ranks begin with. `victim`: a rank that stops for ever, and is killed when all others
+    have ended."""
+    spawn = multiprocessing.get_context("spawn")
+    port = free_port()
+    procs: list[BaseProcess] = []
+    pipes = []
     for rank in range(world):
-        here, there = context.Pipe(duplex=False)
-        p = context.Process(target=_main, args=(fn, rank, world, port, args, {**os.environ, **(env or {})}, there), daemon=False)
+        here, there = multiprocessing.Pipe(duplex=False)
+        whole = (fn, rank, world, port, args, {**os.environ, **(env or {})}, there)
+        p = spawn.Process(target=_main, args=whole) if fresh else Forked(_main, whole, server)
         p.start()
         there.close()
         procs.append(p)
         pipes.append(here)
+    start = time.monotonic()  # the first rank of all waits until its server has imported everything
     outcomes = [Outcome() for _ in range(world)]
     pending, drained = set(range(world)), set()  # a pipe at its end polls as readable for ever
     while pending and time.monotonic() - start < timeout:
+        if pending == {victim}:
+            break
         if pending <= drained:
             time.sleep(0.01)
         for r in list(pending):

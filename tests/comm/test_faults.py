@@ -38,7 +38,8 @@ def check(ended: list[Ended], rank: int, error: str, *words: str) -> None:
 )
 def test_a_rank_ends(how: str, victim: int, says: str) -> None:
     world = 3 if how in ("kill", "stop") else 2
-    ended = run_processes("end", world, victim, how, 10, victims=(victim,) if how == "stop" else ())
+    fresh = how in ("raise", "sys_exit", "return")  # the victim's interpreter is taken down
+    ended = run_processes("end", world, victim, how, 10, victims=(victim,) if how == "stop" else (), fresh=fresh)
     for rank in set(range(world)) - {victim}:
         check(
             ended,
@@ -101,7 +102,7 @@ def test_a_rank_that_stays_in_user_code_is_lost_in_the_end() -> None:
 
 
 def test_exit_code_is_kept_when_the_error_is_caught() -> None:
-    ended = run_processes("caught", 2, 1, 4, victims=(1,))
+    ended = run_processes("caught", 2, 1, 4, victims=(1,), fresh=True)
     for rank in (0,):
         assert ended[rank].code == 7 and ended[rank].seconds < LIMIT, ended[rank].output
         assert ended[rank].output.count("CAUGHT RankError") == 4

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import pytest
+import torch.distributed as dist
 
+from tests.forks import Forked
 from tests.ranks import free_port
-
-STORE = """
-    import sys, torch.distributed as dist
-    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-    print("here", flush=True)
-    sys.stdin.read()
-"""
 
 RANK = """
     import sys, torch.distributed as dist
@@ -31,8 +28,16 @@ RANK = """
 """
 
 
-def started(script: str, port: int) -> subprocess.Popen[str]:
-    code = "\n".join(line[4:] for line in script.splitlines())
+def _store(port: int, here: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    here.send(True)
+    signal.pause()
+    del store
+
+
+def started(port: int) -> subprocess.Popen[str]:
+    """The rank, in an interpreter of its own, which is taken down in the end."""
+    code = "\n".join(line[4:] for line in RANK.splitlines())
     command = [sys.executable, "-c", code, str(port)]
     env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -44,16 +49,19 @@ def started(script: str, port: int) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("seconds", [1.02, 1.1, 1.2, 1.3])
 def test_a_store_that_answers_late_does_not_change_the_exit_code(seconds: float) -> None:
     port = free_port()
-    store = started(STORE, port)
+    here, there = multiprocessing.Pipe(duplex=False)
+    store = Forked(_store, (port, there))
+    store.start()
     try:
-        rank = started(RANK, port)
-        store.send_signal(signal.SIGSTOP)
+        assert here.poll(60) and store.pid is not None
+        rank = started(port)
+        os.kill(store.pid, signal.SIGSTOP)
         assert rank.stdin is not None
         rank.stdin.write("\n")
         rank.stdin.flush()
         time.sleep(seconds)  # the farewell waits a second for the store: now the interpreter is being taken down
-        store.send_signal(signal.SIGCONT)
+        os.kill(store.pid, signal.SIGCONT)
         assert rank.wait(30) == 7
     finally:
         store.kill()
-        store.wait()
+        store.join()

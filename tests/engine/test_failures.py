@@ -61,7 +61,8 @@ def test_other_faults_of_rank_0_at_stage_3(fault: str) -> None:
 
 
 def check(stage: int, fault: str, culprit: int) -> None:
-    outcomes: list[Outcome] = run_ranks(train_until, 3, stage, fault, culprit, timeout=60, failures=True)
+    stopped = culprit if fault == "stop" else None
+    outcomes: list[Outcome] = run_ranks(train_until, 3, stage, fault, culprit, timeout=60, failures=True, victim=stopped)
     for rank, outcome in enumerate(outcomes):
         if rank == culprit:
             continue

@@ -48,7 +48,7 @@ def test_finetuning_learns_and_leaves_a_model_that_loads(tiny_model: Path, pairs
     import transformers
 
     options = ("--model", tiny_model, "--data", pairs_file, "--output", tmp_path, "--steps", 12, "--lr", 0.01, *TINY)
-    out = run_example("finetune_causal_lm.py", "--config", EXAMPLES / "configs" / "zero3.json", *options)
+    out = run_example("finetune_causal_lm.py", "--config", EXAMPLES / "configs" / "zero3.json", *options, fresh=True)
     before, after = losses(out)
     assert after < 0.9 * before, out
     memory = re.search(r"Memory of rank 0 in MiB: (.*)", out)

@@ -22,4 +22,4 @@ def test_it_learns_and_shows_the_loads() -> None:
 def test_wrong_numbers_are_one_line() -> None:
     for ended in start_example("moe_lm.py", *TINY[:-2], "--experts", 3):
         assert ended.code != 0 and "--experts 3" in ended.err
-    assert "--width 33" in start_example("moe_lm.py", "--width", 33, ranks=1)[0].err
+    assert "--width 33" in start_example("moe_lm.py", "--width", 33, ranks=1, fresh=True)[0].err

@@ -23,5 +23,5 @@ def test_it_learns_and_draws_both_timelines(tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_are_one_line() -> None:
-    ended = start_example("pipeline_gpt.py", "--width", 33, ranks=1)[0]
+    ended = start_example("pipeline_gpt.py", "--width", 33, ranks=1, fresh=True)[0]
     assert ended.code != 0 and "--width" in ended.err.splitlines()[-1]

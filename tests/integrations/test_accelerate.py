@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples.launch import run_example
 from tests.integrations.jobs import native_cases
 from tests.integrations.tiny import close, pretrained
 from tests.ranks import free_port, run_ranks
@@ -33,23 +34,22 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def launch(out: Path, folder: Path, *command: str, **env: str) -> dict[str, Any]:
-    """Runs the script on two ranks by the launcher that `command` begins with; returns what it wrote."""
-    here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), str(out)], capture_output=True, text=True, timeout=150, env={**os.environ, **here, **env}
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    result: dict[str, Any] = json.loads((out / "result.json").read_text())
-    return result
+def result(out: Path) -> dict[str, Any]:
+    """What the script wrote."""
+    read: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return read
 
 
 @pytest.mark.ranks
-def test_accelerate_launch_with_deepspeed_is_the_engine(folder: Path, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    plain = launch(tmp_path / "plain", folder, sys.executable, *torchrun, ACCELERATE_USE_CPU="true")
-    accelerate = ("as-deepspeed", "accelerate", "launch", "--main_process_port", str(free_port()), *OPTIONS)
-    got = launch(tmp_path / "zero3", folder, sys.executable, "-m", "zeroengine.launcher.cli", *accelerate)
+def test_accelerate_launch_with_deepspeed_is_the_engine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = ("-m", "zeroengine.launcher.cli", "as-deepspeed", "accelerate", "launch", "--main_process_port", str(free_port()))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, *launcher, *OPTIONS, str(SCRIPT), str(folder), str(tmp_path / "zero3")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    run_example(str(SCRIPT), folder, tmp_path / "plain")
+    plain, got = result(tmp_path / "plain"), result(tmp_path / "zero3")
     assert got["stage"] == 3 and plain["stage"] is None and got["world"] == plain["world"] == 2
     assert close(got["losses"], plain["losses"]), (got["losses"], plain["losses"])
     assert close(got["norms"], plain["norms"], 1e-4) and close(got["rates"], plain["rates"], 1e-12)

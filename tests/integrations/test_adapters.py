@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = run_ranks(
-        run_adapters, 2, str(folder), str(tmp_path_factory.mktemp("runs")), PLAIN + ENGINES, timeout=280
+        run_adapters, 2, str(folder), str(tmp_path_factory.mktemp("runs")), PLAIN + ENGINES, timeout=280, server="stand_in"
     )[0]
     return found
 
@@ -48,7 +48,7 @@ def test_an_adapter_trains_over_weights_of_four_bits(folder: Path, tmp_path: Pat
     pytest.importorskip("bitsandbytes")
     cases: list[dict[str, Any]] = [{"kind": "qlora", "stage": stage, "checkpointing": stage == 3} for stage in (None, 0, 1, 2, 3)]
     cases[0]["checkpointing"] = False
-    expected, *engines = run_ranks(run_adapters, 2, str(folder), str(tmp_path), cases, timeout=200)[0]
+    expected, *engines = run_ranks(run_adapters, 2, str(folder), str(tmp_path), cases, timeout=200, server="stand_in")[0]
     for got in engines:
         assert close(got["train"], expected["train"]), (got["train"], expected["train"])
         assert close(got["logits"], expected["logits"], 1e-4) and close(got["saved"], got["logits"], 1e-5)
@@ -63,7 +63,7 @@ def test_adapters_whose_ranks_follow_gradients_train_as_without_an_engine(folder
 
 
 def test_trl_trains_as_without_an_engine(folder: Path, tmp_path: Path) -> None:
-    found = run_ranks(run_trl, 2, str(folder), str(tmp_path), TRL, timeout=200)[0]
+    found = run_ranks(run_trl, 2, str(folder), str(tmp_path), TRL, timeout=200, server="stand_in")[0]
     plain = {kind: got for (kind, stage), got in zip(TRL, found, strict=True) if stage is None}
     for (kind, _), got in zip(TRL, found, strict=True):
         assert close(got["train"], plain[kind]["train"]), (kind, got["train"], plain[kind]["train"])

@@ -26,7 +26,7 @@ def test_a_model_that_is_loaded_before_anything_else_exists(tied: Path, tmp_path
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(tied)
-    results = run_ranks(load_before_everything, 2, str(tied), str(tmp_path), timeout=120)
+    results = run_ranks(load_before_everything, 2, str(tied), str(tmp_path), timeout=120, server="stand_in")
     for got in results:
         assert not got["started"] and got["cut"] and got["tied"]
         for name, p in expected.named_parameters(remove_duplicate=False):
@@ -44,7 +44,7 @@ def test_a_model_that_is_loaded_before_anything_else_exists(tied: Path, tmp_path
 
 
 def test_embeddings_grow_alike_on_all_ranks_and_heads_that_are_missing_are_made(tied: Path, untied: Path, tmp_path: Path) -> None:
-    results = run_ranks(resize, 2, str(tied), str(untied), str(tmp_path), timeout=120)
+    results = run_ranks(resize, 2, str(tied), str(untied), str(tmp_path), timeout=120, server="stand_in")
     for case, is_tied in ((0, True), (1, False)):
         one, other = results[0][case], results[1][case]
         assert one["tied"] is is_tied and one["size"] == 80
@@ -66,5 +66,5 @@ def test_embeddings_grow_alike_on_all_ranks_and_heads_that_are_missing_are_made(
 def test_no_rank_holds_more_than_its_share_and_the_largest_tensors(tmp_path: Path) -> None:
     size = save_big(tmp_path)
     assert size > 100 * 2**20
-    for grown, largest in run_ranks(load_big, 2, str(tmp_path), timeout=120):
+    for grown, largest in run_ranks(load_big, 2, str(tmp_path), timeout=120, server="stand_in"):
         assert grown < size / 2 + 3 * largest + 24 * 2**20, f"{grown / 2**20:.0f} MiB for a share of {size / 2**21:.0f}"

@@ -42,7 +42,7 @@ def test_every_row_has_a_check() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(run, 2, str(tmp_path_factory.mktemp("migration")), timeout=150)
+    return run_ranks(run, 2, str(tmp_path_factory.mktemp("migration")), timeout=150, server="stand_in")
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in dict.fromkeys(CHECKS.values())])

@@ -16,7 +16,7 @@ from zeroengine.integrations.batches import tokens_of
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     folder = str(pretrained(tmp_path_factory.mktemp("model")))
-    return run_ranks(run_sequences, 2, folder, str(tmp_path_factory.mktemp("runs")), timeout=200)
+    return run_ranks(run_sequences, 2, folder, str(tmp_path_factory.mktemp("runs")), timeout=200, server="stand_in")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(run, 2, str(pretrained(tmp_path_factory.mktemp("model"))), timeout=150)
+    return run_ranks(run, 2, str(pretrained(tmp_path_factory.mktemp("model"))), timeout=150, server="stand_in")
 
 
 def test_losses_through_two_engines_train_both_as_torch_does(results: list[dict[str, Any]]) -> None:

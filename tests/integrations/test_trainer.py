@@ -39,7 +39,7 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 @pytest.fixture(scope="module")
 def engines(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    return run_ranks(run_cases, 2, str(folder), str(tmp_path_factory.mktemp("engines")), CASES, timeout=300)
+    return run_ranks(run_cases, 2, str(folder), str(tmp_path_factory.mktemp("engines")), CASES, timeout=300, server="stand_in")
 
 
 @pytest.mark.parametrize("case", LIKE_PLAIN, ids=lambda i: str(CASES[i]))

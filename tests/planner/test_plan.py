@@ -120,7 +120,7 @@ def test_command_writes_a_configuration_that_the_engine_reads(tmp_path: Path, ca
     folder, out = tmp_path / "model", tmp_path / "config.json"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **gpt2()}))
-    options = ["--gpus", "4", "--batch", "8", "--sequence", "64", "--tp", "1,2", "--pp", "1,2", "--micro-batch", "1", "--stage", "1,3"]
+    options = ["--gpus", "4", "--batch", "8", "--sequence", "64", "--tp", "1,2", "--pp", "1", "--micro-batch", "1", "--stage", "1,3"]
     assert main(["plan", "--model", str(folder), *options, "--write", str(out)]) == 0
     told = capsys.readouterr().out
     assert "placement" in told
@@ -214,6 +214,7 @@ def test_no_memory_is_enough_for_nothing(capsys: pytest.CaptureFixture[str]) -> 
     assert "0 fit" in told and "more than the 0.0 MB there are; most of it is reserved" in told
 
 
+@pytest.mark.ranks
 def test_a_measured_machine_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "machine.json"
     assert main(["plan", "--measure", str(machine), "--gpus", "2", "--nvme-path", str(tmp_path)]) == 0
