@@ -31,6 +31,11 @@ def log_rank0(message: str, level: int = logging.INFO) -> None:
         logger.log(level, message)
 
 
+def warn_rank0(message: str) -> None:
+    """Warns on global rank 0 only."""
+    log_rank0(message, logging.WARNING)
+
+
 def log_once(message: str, level: int = logging.WARNING) -> None:
     """Logs `message` the first time it is given in this process, on global rank 0 only."""
     if message not in _said:

@@ -18,7 +18,7 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import log_rank0, warn_rank0
 from zeroengine.zero.layout import Piece
 
 _GROUP_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
@@ -56,7 +56,7 @@ def load_deepspeed(
         state.fill_optimizer(optimizer, moments, without)
     client, strange = reader.source.client_state()
     if strange:
-        log_rank0(f"{folder}: these entries hold objects of DeepSpeed's or the user's classes and are left out: {strange}", 30)
+        warn_rank0(f"{folder}: these entries hold objects of DeepSpeed's or the user's classes and are left out: {strange}")
     log_rank0(f"{folder} was written by DeepSpeed; it keeps no random states, so those stay as they are")
     return reader.values(), client
 

@@ -17,7 +17,7 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import log_rank0, warn_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
 
 Index = dict[str, tuple[torch.Size, torch.dtype]]
@@ -103,7 +103,7 @@ class Verdict:
             self._state([k for k in found.missing if k.startswith("optim.")], found.values)
             unused = [k for k in found.unexpected if k.startswith("optim.")]
             if unused:
-                log_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}", 30)
+                warn_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}")
 
     def _weights(self, missing: Sequence[str], frozen: Sequence[str], unexpected: Sequence[str]) -> None:
         if frozen:
@@ -112,7 +112,7 @@ class Verdict:
         if told and self.strict:
             raise CheckpointError(f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)")
         if told:
-            log_rank0(f"{self.found} does not fit the model; {'; '.join(told)}", 30)
+            warn_rank0(f"{self.found} does not fit the model; {'; '.join(told)}")
 
     def _state(self, missing: list[str], values: dict[str, Any]) -> None:
         saved_by = values.get("optimizer")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroengine.comm.alike import digest_of_lines
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError, OffloadError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import warn_rank0
 from zeroengine.offload.placement import Placement
 from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
@@ -301,7 +301,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             cause += f"; the loss itself is {'NaN' if 2 in losses else 'inf'} on rank {ranks}: the fault is in forward or in the data"
         if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
             scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
-            log_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}", level=30)
+            warn_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}")
         if self._skipped_in_a_row >= self._max_skips:
             raise NonFiniteError(
                 f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
