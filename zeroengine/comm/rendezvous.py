@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zeroengine.addresses import endpoint
+from zeroengine.addresses import endpoint, unbracketed
 from zeroengine.errors import ConfigError, RankError
 
 _HANDSHAKE_SECONDS = 8.0
@@ -53,10 +53,8 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
         )
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    host = env["MASTER_ADDR"]
-    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as it is written before a port
-        host = host[1:-1]
-    return Place(rank, world_size, host, _integer(env, "MASTER_PORT", 0), agent, attempt)
+    host, port = unbracketed(env["MASTER_ADDR"]), _integer(env, "MASTER_PORT", 0)
+    return Place(rank, world_size, host, port, agent, attempt)
 
 
 def meet(place: Place, timeout: timedelta) -> dist.Store:
