@@ -23,6 +23,7 @@ from zeroengine.checkpoint.folder import MARKER, check_tag
 from zeroengine.checkpoint.foreign_pickle import has_unknown, load_foreign
 from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.errors import CheckpointError
+from zeroengine.wording import listed
 
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -108,7 +109,7 @@ class DeepSpeedCheckpoint:
         self._read_weights(files)
         lost = [f"{name} ({kind})" for name, kinds in self.tensors.items() for kind, t in kinds.items() if not t.complete]
         if lost:
-            raise CheckpointError(f"{folder} does not hold all elements of {', '.join(lost[:5])}: is a rank's file missing?")
+            raise CheckpointError(f"{folder} does not hold all elements of {listed(lost)}: is a rank's file missing?")
 
     def _refuse(self) -> None:
         kinds = {"layer_*model_states.pt": "pipeline stages", "*expert_*": "experts", "*mp_rank_01*": "tensor slices"}

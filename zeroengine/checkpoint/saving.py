@@ -20,7 +20,10 @@ from zeroengine.checkpoint.storage import FileSum, SummingWriter, write_file
 from zeroengine.checkpoint.values import pack
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0, logger
+from zeroengine.wording import listed
 from zeroengine.zero.layout import Piece
+
+_SHOWN = 20  # names in a message
 
 
 def save(
@@ -151,7 +154,7 @@ class Saver:
                 if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
                     lost.append(key)
         if lost:
-            raise CheckpointError(f"the ranks' pieces do not cover these tensors: {folders.names(lost)}")
+            raise CheckpointError(f"the ranks' pieces do not cover these tensors: {listed(lost, _SHOWN)}")
 
     def commit(self) -> None:
         def work() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zeroengine.addresses import endpoint, unbracketed
 from zeroengine.errors import ConfigError, RankError
+from zeroengine.wording import first_line
 
 _HANDSHAKE_SECONDS = 8.0
 _PORT_REMEDY = "Choose another MASTER_PORT (a launcher chooses a free one by itself), or end the process that holds it."
@@ -75,7 +76,7 @@ def _serve(place: Place, timeout: timedelta) -> dist.Store:
     except (RuntimeError, OSError) as error:
         raise RankError(
             f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in "
-            f"use or the address is not this host's ({_first_line(error)}). {_PORT_REMEDY}"
+            f"use or the address is not this host's ({first_line(error)}). {_PORT_REMEDY}"
         ) from error
 
 
@@ -116,7 +117,7 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     thread.join(_HANDSHAKE_SECONDS)
     if made:
         return made[0]
-    reason = _first_line(failed[0]) if failed else "it does not answer"
+    reason = first_line(failed[0]) if failed else "it does not answer"
     raise RankError(
         f"rank {place.rank}: what listens on port {place.port} of {place.host} is not this job's store ({reason}); "
         f"the port is in use by another program, or rank 0 ended at once. {_PORT_REMEDY}"
@@ -170,7 +171,3 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"environment variable {name}={text!r} is not an integer") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]

@@ -27,6 +27,7 @@ from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
+from zeroengine.wording import listed
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import digest
 from zeroengine.zero.gradients import BucketGradients
@@ -314,9 +315,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         unused = [s.name for m in self.masters for s in m.bucket.layout.specs if s.name not in used]
         if unused:
-            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise ModelError(
-                f"no rank had a gradient for {', '.join(unused[:5])}{more} in this step, and "
+                f"no rank had a gradient for {listed(unused)} in this step, and "
                 "zero_optimization.ignore_unused_parameters is false; use these parameters in the loss, freeze them "
                 "(requires_grad_(False)) before zeroengine.initialize, or set the key to true"
             )
