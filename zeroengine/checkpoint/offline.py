@@ -20,7 +20,6 @@ from zeroengine.checkpoint.values import unpack
 from zeroengine.errors import CheckpointError
 from zeroengine.wording import listed
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SavedCheckpoint:

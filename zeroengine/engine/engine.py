@@ -34,8 +34,7 @@ from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
-from zeroengine.zero.hooks import ModuleHook
-from zeroengine.zero.sharder import in_backward
+from zeroengine.zero.hooks import ModuleHook, in_backward
 
 
 class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods, ScriptMethods, LoopMethods, nn.Module):

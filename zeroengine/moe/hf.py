@@ -23,7 +23,8 @@ from zeroengine.moe.experts import Experts, StackedExperts
 from zeroengine.moe.group import Batch, ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_mlp
 from zeroengine.moe.hf_shared import overlap, restore
-from zeroengine.moe.statistics import Statistics, recomputing
+from zeroengine.moe.statistics import Statistics
+from zeroengine.zero.hooks import in_backward
 
 _ARGUMENTS = [{"hidden_states"}, {"top_k_index", "router_indices"}, {"top_k_weights", "routing_weights"}]
 _MATRICES = {"gate_up_proj", "down_proj"}
@@ -111,7 +112,7 @@ class SharedStackedExperts(StackedExperts):
         """[T, H], [T, k], [T, k] to [T, H]. `beside` is called while tokens travel. Collective."""
         route = self._dispatcher.route(top_k_index)
         self.statistics.record(self._dispatcher.group.batch.tokens(top_k_index), None, None, self.training)
-        if self.training and not recomputing():
+        if self.training and not in_backward():
             self.statistics.computed += sum(route.counts)
         flight = self._dispatcher.send(hidden_states, route)
         if beside is not None:

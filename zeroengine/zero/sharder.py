@@ -23,7 +23,7 @@ from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.compiled import AroundCompiled, compiled_modules, is_wrapper
 from zeroengine.zero.frozen import forget_frozen
-from zeroengine.zero.hooks import ModuleHook
+from zeroengine.zero.hooks import ModuleHook, in_backward
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
 from zeroengine.zero.saved import Pack, SavedSlice, top_hooks
 from zeroengine.zero.window import GatherWindow
@@ -64,10 +64,6 @@ class _Frame:
     pinned: list[Bucket]
     hooks: contextlib.ExitStack
     leaf: Bucket | None
-
-
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Sharder:

@@ -11,6 +11,7 @@ from torch import nn
 from zeroengine.comm import get_world_size, init_distributed, is_initialized
 from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.config.source import read
+from zeroengine.device import DTYPES
 from zeroengine.engine import initialize as build
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.initialize import ConfigSource
@@ -183,4 +184,4 @@ class DeepSpeedConfig:
     @property
     def communication_data_type(self) -> torch.dtype | None:
         chosen = self.settings.communication_data_type
-        return None if chosen is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[chosen]
+        return None if chosen is None else DTYPES[chosen]
