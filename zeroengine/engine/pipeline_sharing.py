@@ -6,10 +6,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from zeroengine import errors
 from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.texts import exchange_bytes
 from zeroengine.config import Config
 from zeroengine.engine.parallel import attention_name, sequence_group, whole_experts
 from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
@@ -27,12 +26,7 @@ T = TypeVar("T")
 
 def exchange_values(comm: Communicator, subject: str, value: Any) -> list[Any]:
     """Values of all ranks of `comm` (control), in their order. Collective."""
-    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = comm.exchange(torch.tensor([text.numel()]), f"sizes of {subject}").flatten().tolist()
-    row = torch.zeros(max(sizes), dtype=torch.uint8)
-    row[: text.numel()] = text
-    table = comm.exchange(row, subject)
-    return [pickle.loads(bytes(other[:n].numpy())) for other, n in zip(table, sizes, strict=True)]
+    return [pickle.loads(data) for data in exchange_bytes(comm, pickle.dumps(value), subject)]
 
 
 def together(everyone: Communicator, doing: str, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:

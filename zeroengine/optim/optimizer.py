@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from zeroengine.logging import warn_rank0
 from zeroengine.offload.placement import Placement
 from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
-from zeroengine.optim.clip import blame, clip_factor, global_norm
+from zeroengine.optim.clip import NormRule, OverShards, clip_factor
 from zeroengine.optim.offloaded import AwayUpdate
 from zeroengine.optim.options import MARK_BITS, first_difference, option_lines
 from zeroengine.optim.parts import Attached
@@ -30,7 +29,6 @@ from zeroengine.optim.update import FlatMaster
 from zeroengine.wording import listed
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.edits import digest
-from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.host import HeapTrimmer
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
@@ -94,10 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._away = AwayUpdate(self.placement, self.masters, self.optimizer, self.parts.whole)
         self._near = [m for m in self.masters if not m.away]
         self._away.settle()
-        # What a pipeline replaces: its norm and its reason to skip are those of all stages.
-        # Not methods of this object: a destroyed engine is freed without the garbage collector.
-        self.norm_rule: Callable[[list[BucketGradients]], float] = partial(global_norm, shard_ranks=shard_ranks, control=control)
-        self.blame_rule: Callable[[list[BucketGradients]], str] = partial(blame, control=control)
+        self.norm_rule: NormRule = OverShards(shard_ranks, control)  # another where ranks share layers, or stages an update
         sharder.on_edit = self._follow_edit
         sharder.optimizer = self
         self._optimizer_step_pre_hooks: Any = {}
@@ -184,7 +179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_used(used)
         gradients = self.reducer.gradients
         share = self._share_of_tokens()
-        norm = self.norm_rule(gradients) * share
+        norm = self.norm_rule.norm(gradients) * share
         finite = math.isfinite(norm)
         clipped, scale_helps = False, True
         if finite:
@@ -296,7 +291,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._skipped_in_a_row += 1
         kinds = [2 if math.isnan(loss) else int(math.isinf(loss)) for loss in map(float, self.losses)]
         losses = self._control.exchange(torch.tensor([max(kinds, default=0)]), "losses that are not finite").flatten().tolist()
-        cause = self.blame_rule(self.reducer.gradients)
+        cause = self.norm_rule.blame(self.reducer.gradients) or "a sum over gradients that overflowed"
         if any(losses):
             ranks = ", ".join(str(r) for r, k in zip(self._control.ranks, losses, strict=True) if k)
             cause += f"; the loss itself is {'NaN' if 2 in losses else 'inf'} on rank {ranks}: the fault is in forward or in the data"
