@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.alike import digest_of_lines
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError, OffloadError
 from zeroengine.logging import warn_rank0
@@ -21,7 +20,7 @@ from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import NormRule, OverShards, clip_factor
 from zeroengine.optim.offloaded import AwayUpdate
-from zeroengine.optim.options import MARK_BITS, first_difference, option_lines
+from zeroengine.optim.options import OptionsDigest, first_difference, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.state import Held, NoChange
@@ -84,6 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._ignore_unused = ignore_unused
         self._skipped_in_a_row = 0
         self._settling = _SETTLING
+        self._options = OptionsDigest()
         self.placement = placement or Placement.on_device(torch.device("cpu"))
         self.torn: str | None = None  # why weights and state are of different steps
         self.tokens: float | None = None  # of this rank's micro-batches, whose losses are sums over them; None: losses are means
@@ -170,11 +170,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.verify()
         self._sharder.end_backward()
         self._before_update()
-        lines = option_lines(self.param_groups)
-        options = digest_of_lines(lines, MARK_BITS)
+        options = self._options.of(self.param_groups)
         used, marks = self.reducer.finish([*self._edit_marks(), options, -options])
         if marks[-2] != -marks[-1]:
-            raise DivergenceError(f"{first_difference(lines, self._control)}; {_OPTIONS_REMEDY}")
+            raise DivergenceError(f"{first_difference(option_lines(self.param_groups), self._control)}; {_OPTIONS_REMEDY}")
         self._follow_edits(marks[:-2])
         self._check_used(used)
         gradients = self.reducer.gradients
