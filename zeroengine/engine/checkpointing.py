@@ -45,8 +45,8 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     micro_steps: int
-    _background: BackgroundSaver | None = None
-    _registered: tuple[Any, ...] = ()
+    _background: BackgroundSaver | None
+    _registered: tuple[Any, ...]
     _data: Iterator[Any] | None
 
     def save_checkpoint(

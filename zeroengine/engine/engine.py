@@ -85,6 +85,10 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
         self._hint = TokenByToken(self.zero_optimization_partition_weights())
         self.watch = Watch(mesh.fabric, partial(explain_exhaustion, self))
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
+        self._background = None  # saves checkpoints while training goes on, once one was asked for
+        self._registered = ()  # objects of the script's own that checkpoints keep
+        self._counted_from = 0  # step at which the traffic was last reset
+        self._predictions = None  # of the plan that the configuration names, once they were read
         self._destroyed = False
         self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
         self._prepare_backward()

@@ -47,8 +47,8 @@ class ReportMethods:
     watch: Watch
     global_steps: int
     global_samples: int
-    _counted_from: int = 0  # step at which the traffic was last reset
-    _predictions: dict[str, Any] | None = None
+    _counted_from: int
+    _predictions: dict[str, Any] | None
 
     if TYPE_CHECKING:
 
