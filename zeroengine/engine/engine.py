@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -396,11 +396,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
-
-
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-
-__all__ = ["SchedulerFactory", "ZeroEngine"]
 
 
 def take_apart(
