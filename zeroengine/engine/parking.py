@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once
 from zeroengine.offload.activations import ActivationsOnDisk, ActivationsOnHost
+from zeroengine.offload.home import stub
 from zeroengine.offload.link import on_host
 from zeroengine.offload.parked import Lot, Parked
 from zeroengine.optim.optimizer import ZeroOptimizer
@@ -189,7 +190,7 @@ def _hide_values(mechanism: Mechanism, kinds: frozenset[str], parked: Parked) ->
     for bucket in mechanism.buckets:
         if id(bucket.full) in gone:
             hide(bucket.params)
-            bucket.shard.data = torch.full((1,), float("nan"), dtype=bucket.dtype, device=bucket.device).expand(bucket.shard.shape)
+            bucket.shard.data = stub(bucket.shard.shape, bucket.dtype, bucket.device)
     optimizer = mechanism.optimizer
     for master in optimizer.masters if optimizer is not None else []:
         base = master.flat if master.separate or id(master.flat) in gone else master.bucket.full
