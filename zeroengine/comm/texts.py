@@ -13,8 +13,10 @@ def exchange_texts(control: Communicator, text: str, subject: str) -> list[str]:
 
 
 def exchange_bytes(control: Communicator, data: bytes, subject: str) -> list[bytes]:
-    """Every rank's bytes, in the order of the group. Collective."""
+    """Every rank's bytes, in the order of the group. Where no rank has any, only that is told. Collective."""
     sizes = [int(n) for n in control.exchange(torch.tensor([len(data)]), f"length of {subject}").flatten()]
-    padded = torch.frombuffer(bytearray(data.ljust(max(*sizes, 1), b"\0")), dtype=torch.uint8)
-    rows = control.exchange(padded, subject)
+    longest = max(sizes)
+    if not longest:
+        return [b""] * len(sizes)
+    rows = control.exchange(torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8), subject)
     return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
