@@ -9,7 +9,7 @@ from zeroengine.comm.protocol import Communicator
 
 def exchange_texts(control: Communicator, text: str, subject: str) -> list[str]:
     """Every rank's text, in the order of the group. Collective."""
-    return [data.decode() for data in exchange_bytes(control, text.encode(), subject)]
+    return [data.decode() for data in exchange_bytes(control, text.encode(errors="replace"), subject)]
 
 
 def exchange_bytes(control: Communicator, data: bytes, subject: str) -> list[bytes]:

@@ -126,6 +126,16 @@ class Experts(nn.Module, ABC):
 class StackedExperts(Experts):
     """Experts whose own parameters are stacked along dimension 0, [experts, ...]."""
 
+    @abstractmethod
+    def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
+        """Outputs for the blocks of `rows` of as many experts as `values`, by name of the parameter, have stacked."""
+
+    def own(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return self._compute(rows, counts, {n: p for n, p in self._parameters.items() if p is not None})
+
+    def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
+        return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
+
     def _stacked(self, at: list[int]) -> list[Tensor]:
         index = torch.tensor(at, dtype=torch.long)
         return [p.index_select(0, index.to(p.device)) for p in self._parameters.values() if p is not None]
@@ -175,12 +185,6 @@ class ExpertBank(StackedExperts):
                     matrix = self._parameters[name.removesuffix("_bias")]
                     bound = (matrix if matrix is not None else p).shape[-1] ** -0.5
                     p.uniform_(-bound, bound)
-
-    def own(self, rows: Tensor, counts: list[int]) -> Tensor:
-        return self._compute(rows, counts, {n: p for n, p in self._parameters.items() if p is not None})
-
-    def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
-        return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
 
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
         return grouped_mlp(

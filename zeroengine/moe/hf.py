@@ -23,6 +23,7 @@ from zeroengine.moe.experts import Experts, StackedExperts
 from zeroengine.moe.group import Batch, ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_mlp
 from zeroengine.moe.hf_shared import overlap, restore
+from zeroengine.moe.router import move_against
 from zeroengine.moe.statistics import Statistics
 from zeroengine.zero.hooks import in_backward
 
@@ -120,12 +121,6 @@ class SharedStackedExperts(StackedExperts):
         rows = super().forward(flight.land(), route)
         return self._dispatcher.combine(rows, route, top_k_weights)
 
-    def own(self, rows: Tensor, counts: list[int]) -> Tensor:
-        return self._compute(rows, counts, {n: p for n, p in self._parameters.items() if p is not None})
-
-    def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
-        return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
-
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
         if self.is_plain:
             return grouped_mlp(rows, values["gate_up_proj"], values["down_proj"], counts, self.between)
@@ -143,9 +138,7 @@ class SharedStackedExperts(StackedExperts):
     def balance(self, load: Tensor, speed: float) -> None:
         """As `Router.move_bias`."""
         if self.bias is not None:
-            load = load.to(device=self.bias.device, dtype=torch.float32)
-            with torch.no_grad():
-                self.bias.add_(speed * torch.sign(load.mean() - load).to(self.bias.dtype))
+            move_against(self.bias, load, speed)
 
 
 def convert(model: nn.Module) -> dict[str, SharedStackedExperts]:
