@@ -209,16 +209,6 @@ class Sharder:
             return "backward"
         return "train" if torch.is_grad_enabled() else "eval"
 
-    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
-        slot = slot_of(param)
-        if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
-            return False
-        bucket: Bucket = slot.bucket
-        bucket.placement.check_here()
-        bucket.release()
-        bucket.write(slot.index, values)
-        return True
-
     # --- ValueSource (residency.py) -------------------------------------------------------------------------------
 
     def computing(self) -> bool:
@@ -248,6 +238,16 @@ class Sharder:
                 yield
         finally:
             bucket.pins -= 1
+
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        slot = slot_of(param)
+        if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
+            return False
+        bucket: Bucket = slot.bucket
+        bucket.placement.check_here()
+        bucket.release()
+        bucket.write(slot.index, values)
+        return True
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
