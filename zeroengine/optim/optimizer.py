@@ -13,28 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError, OffloadError
-from zeroengine.logging import warn_rank0
+from zeroengine.errors import ConfigError, DivergenceError, ModelError, OffloadError
 from zeroengine.offload.placement import Placement
 from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import NormRule, OverShards, clip_factor
+from zeroengine.optim.edits import MasterEdits
 from zeroengine.optim.offloaded import AwayUpdate
 from zeroengine.optim.options import OptionsDigest, first_difference, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
+from zeroengine.optim.skips import Skips
 from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
 from zeroengine.wording import listed
-from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.edits import digest
 from zeroengine.zero.host import HeapTrimmer
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reducer
 from zeroengine.zero.sharder import Sharder
 
 _SETTLING = 2  # steps after which the heap's holes are given back: the state is made in the first
-_SAY_EVERY = 50  # skipped steps between two warnings, after the first few
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = reducer
         self.scaler = scaler
         self.max_norm = max_norm
-        self.skipped_steps = 0
         self.last: StepResult | None = None
         self._sharder = sharder
         self._control = control
-        self._max_skips = max_skips
+        self.skips = Skips(control, max_skips)
+        self.edits = MasterEdits(sharder.buckets, self.masters, control)
         self._ignore_unused = ignore_unused
-        self._skipped_in_a_row = 0
         self._settling = _SETTLING
         self._options = OptionsDigest()
         self.placement = placement or Placement.on_device(torch.device("cpu"))
@@ -93,7 +90,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._near = [m for m in self.masters if not m.away]
         self._away.settle()
         self.norm_rule: NormRule = OverShards(shard_ranks, control)  # another where ranks share layers, or stages an update
-        sharder.on_edit = self._follow_edit
+        sharder.on_edit = self.edits.refresh
         sharder.optimizer = self
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
@@ -122,6 +119,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def control(self) -> Communicator:
         """The ranks that train together."""
         return self._control
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not applied, since the beginning of the run."""
+        return self.skips.total
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.skips.total = count
 
     @property
     def loss_scale(self) -> float:
@@ -171,10 +177,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.end_backward()
         self._before_update()
         options = self._options.of(self.param_groups)
-        used, marks = self.reducer.finish([*self._edit_marks(), options, -options])
+        used, marks = self.reducer.finish([*self.edits.marks(), options, -options])
         if marks[-2] != -marks[-1]:
             raise DivergenceError(f"{first_difference(option_lines(self.param_groups), self._control)}; {_OPTIONS_REMEDY}")
-        self._follow_edits(marks[:-2])
+        self.edits.follow(marks[:-2])
         self._check_used(used)
         gradients = self.reducer.gradients
         share = self._share_of_tokens()
@@ -185,7 +191,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             factor = clip_factor(norm, self.max_norm)
             clipped = factor < 1.0
             self._update(used, factor * share)
-            self._skipped_in_a_row = 0
+            self.skips.applied()
         else:
             scale_helps = self._skip()
         if scale_helps:
@@ -286,23 +292,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _skip(self) -> bool:
         """Counts a skipped step and says why. Returns whether another loss scale might have helped: not where a loss itself is at
         fault. Collective."""
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        kinds = [2 if math.isnan(loss) else int(math.isinf(loss)) for loss in map(float, self.losses)]
-        losses = self._control.exchange(torch.tensor([max(kinds, default=0)]), "losses that are not finite").flatten().tolist()
+        loss = self.skips.loss_at_fault(self.losses)
         cause = self.norm_rule.blame(self.reducer.gradients) or "a sum over gradients that overflowed"
-        if any(losses):
-            ranks = ", ".join(str(r) for r, k in zip(self._control.ranks, losses, strict=True) if k)
-            cause += f"; the loss itself is {'NaN' if 2 in losses else 'inf'} on rank {ranks}: the fault is in forward or in the data"
-        if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
-            scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
-            warn_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}")
-        if self._skipped_in_a_row >= self._max_skips:
-            raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
-                "look at the data of these batches, or train in bf16 or fp32"
-            )
-        return not any(losses)
+        self.skips.count(cause if loss is None else f"{cause}; {loss}", self.scaler.scale)
+        return loss is None
 
     def _check_used(self, used: frozenset[str]) -> None:
         if self._ignore_unused:
@@ -315,43 +308,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "(requires_grad_(False)) before zeroengine.initialize, or set the key to true"
             )
 
-    def _edit_marks(self) -> list[int]:
-        """For each bucket, whether its values were written by somebody else on this rank since the last step."""
-        drifted = {id(m.bucket) for m in self.masters if m.drifted()}
-        return [int(b.edit != 0 or b.written() or id(b) in drifted) for b in self._sharder.buckets]
-
-    def _follow_edits(self, marks: list[int]) -> None:
-        """Edits that all ranks made alike become the truth, masters included. `marks`: agreed by the ranks. Collective if
-        any is set."""
-        edited = [b for b, mark in zip(self._sharder.buckets, marks, strict=True) if mark]
-        if not edited:
-            return
-        mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
-        table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
-        for bucket, column in zip(edited, table.unbind(1), strict=True):
-            ranks = bucket.equal or self._control.ranks
-            column = column[[self._control.ranks.index(r) for r in ranks]]
-            if not bool((column == column[0]).all()):
-                odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
-                raise DivergenceError(
-                    f"rank {self._control.ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place "
-                    f"(load_state_dict, copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ "
-                    f"from rank {ranks[0]}); make the same edit everywhere, or edit inside "
-                    "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
-                )
-            bucket.forget_edit()
-            self._follow_edit(bucket)
-
     def follow_edits(self) -> None:
         """Makes the masters follow what was written into parameters since the last step. Collective."""
-        marks = torch.tensor(self._edit_marks(), dtype=torch.int32)
-        self._control.all_reduce(marks, "edited parameters", op="max").wait()
-        self._follow_edits(marks.tolist())
-
-    def _follow_edit(self, bucket: Bucket) -> None:
-        for master in self.masters:
-            if master.bucket is bucket:
-                master.refresh()
+        self.edits.follow_now()
 
     def refresh_masters(self) -> None:
         """Makes fp32 masters follow the values (weights were loaded or edited without optimizer state)."""
