@@ -29,7 +29,7 @@ from zeroengine.zero.kept import check_names, compute_in_fp32, kept_modules
 from zeroengine.zero.packed import FormatKept, check_packed
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
-from zeroengine.zero.reducer import Reducer
+from zeroengine.zero.reducer import Reducer, Reductions
 from zeroengine.zero.sharder import Sharder, gather_units
 from zeroengine.zero.window import GatherWindow
 
@@ -43,7 +43,7 @@ class Mechanism:
 
     buckets: list[Bucket]
     sharder: Sharder
-    reducer: Reducer
+    reducer: Reductions
     pools: tuple[BufferPool, ...]
     gradients: list[BucketGradients]
     groups: Groups

@@ -17,6 +17,7 @@ from zeroengine.optim.clip import first_bad, first_told, root
 from zeroengine.optim.layers import layer_squares, over_layers
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.reducer import Reducer
@@ -108,14 +109,18 @@ class TiedReducer(Reducer):
         return self.synchronize
 
 
-class StageReducers(Reducer):
-    """The reducers of a rank's stages and ties as one. `parts`: by the name of the part, in the order of registration."""
+class StageReducers:
+    """The `Reductions` of a rank's stages and ties as one. `parts`: by the name of the part, in the order of registration. Each stage
+    ends its own micro-batches and says itself when it may launch."""
 
     def __init__(self, parts: dict[str, Reducer], ties: Ties, control: Communicator) -> None:
         self.parts = parts
-        self._ties = ties
-        super().__init__([], control)
         self.gradients = [g for r in parts.values() for g in r.gradients]
+        self.synchronize = True
+        self.guided = self.plain = False
+        self._ties = ties
+        self._control = control
+        self.scale = 1.0
 
     @property
     def scale(self) -> float:
@@ -147,7 +152,6 @@ class StageReducers(Reducer):
         return
 
     def next_micro_batch(self) -> None:
-        """Every stage ends its own micro-batches."""
         return
 
     def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
@@ -166,6 +170,11 @@ class StageReducers(Reducer):
         agreed = torch.tensor(list(marks), dtype=torch.int32)
         self._control.all_reduce(agreed, "marks of the step", op="max").wait()
         return frozenset(used | self._ties.used(used)), agreed.tolist()
+
+    def count_as_used(self, bucket: Bucket, index: int) -> None:
+        for reducer in self.parts.values():
+            if any(g.bucket is bucket for g in reducer.gradients):
+                reducer.count_as_used(bucket, index)
 
     def forget(self) -> None:
         for reducer in self.parts.values():

@@ -29,7 +29,7 @@ from zeroengine.optim.update import FlatMaster
 from zeroengine.wording import listed
 from zeroengine.zero.host import HeapTrimmer
 from zeroengine.zero.layout import Piece
-from zeroengine.zero.reducer import Reducer
+from zeroengine.zero.reducer import Reductions
 from zeroengine.zero.sharder import Sharder
 
 _SETTLING = 2  # steps after which the heap's holes are given back: the state is made in the first
@@ -55,7 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         attached: Attached,
-        reducer: Reducer,
+        reducer: Reductions,
         sharder: Sharder,
         control: Communicator,
         shard_ranks: tuple[int, ...],
