@@ -65,6 +65,9 @@ class Saver:
         self.final, self.ranks, self.latest, self.keep_last = final.absolute(), ranks, latest, keep_last
         self.doing = f"saving {self.final}"
         self.saving = self.final
+        self.keys: list[str] = []
+        self.views: dict[str, ShardedTensorView] = {}
+        self.values: dict[str, bytes] = {}  # by the name of their file
         self.sums: dict[str, FileSum] = {}
 
     def prepare(self, tensors: Mapping[str, Sequence[Piece]], replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
@@ -83,8 +86,8 @@ class Saver:
 
         tags = self.ranks.phase(self.doing, work)
         if len(set(tags)) > 1:
-            listed = ", ".join(f"rank {r}: {tag}" for r, tag in enumerate(tags))
-            raise CheckpointError(f"{self.doing}: the ranks save under different tags ({listed})")
+            told = ", ".join(f"rank {r}: {tag}" for r, tag in enumerate(tags))
+            raise CheckpointError(f"{self.doing}: the ranks save under different tags ({told})")
 
     def _pack(self, values: Mapping[str, Any], what: str) -> bytes:
         data, pickled = pack(values, what)

@@ -120,7 +120,7 @@ class StageReducers:
         self.guided = self.plain = False
         self._ties = ties
         self._control = control
-        self.scale = 1.0
+        self._scale = 1.0  # as each part's own
 
     @property
     def scale(self) -> float:
