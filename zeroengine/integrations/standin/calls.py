@@ -89,7 +89,7 @@ def initialize(
     if asked != engine.mesh.degrees.tp:
         engine.destroy()
         raise _other_degree(asked, engine.mesh.degrees.tp)
-    if wrapped is not None and engine.zero_optimization_stage() == 3:
+    if wrapped is not None and engine.zero_optimization_partition_weights():
         wrapped.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     return engine, wrapped, loader, scheduler
 
