@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from zeroengine.errors import ConfigError
+
 logger = logging.getLogger("zeroengine")
 _said: set[str] = set()
 
@@ -21,7 +23,11 @@ def _install() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_RankFormatter("[zeroengine rank %(rank)s] %(levelname)s: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("ZE_LOG_LEVEL", "INFO").upper())
+    level = os.environ.get("ZE_LOG_LEVEL", "").strip().upper() or "INFO"
+    try:
+        logger.setLevel(level)
+    except ValueError:
+        raise ConfigError(f"ZE_LOG_LEVEL={level}: it is DEBUG, INFO, WARNING, ERROR, CRITICAL, or a number") from None
     logger.propagate = False
 
 

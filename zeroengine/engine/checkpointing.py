@@ -120,7 +120,7 @@ class CheckpointMethods:
 
     def _held_pieces(self, exclude_frozen: bool) -> Pieces:
         """What this rank writes of weights, masters and optimizer state."""
-        optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
+        optimizer, share = self.mechanism.optimizer, state.Share(self.mechanism.groups)
         tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen, share=share)
         if optimizer is not None:
             tensors.update(state.master_pieces(optimizer, share))
