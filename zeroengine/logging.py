@@ -27,7 +27,7 @@ def _install() -> None:
     try:
         logger.setLevel(level)
     except ValueError:
-        raise ConfigError(f"ZE_LOG_LEVEL={level}: it is DEBUG, INFO, WARNING, ERROR, CRITICAL, or a number") from None
+        raise ConfigError(f"ZE_LOG_LEVEL={level}: it is one of DEBUG, INFO, WARNING, ERROR or CRITICAL") from None
     logger.propagate = False
 
 
