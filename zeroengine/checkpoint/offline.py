@@ -21,7 +21,6 @@ from zeroengine.errors import CheckpointError
 from zeroengine.wording import listed
 
 
-
 class SavedCheckpoint:
     """The checkpoint at `path`: a complete one, or a directory of them (then `tag`, `latest` or the newest complete one)."""
 

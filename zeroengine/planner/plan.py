@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,13 +108,13 @@ class Planner:
         moments = moments_of(job.optimizer)
         running = timeline.duration if timeline is not None else accumulation * sum(times[0])
         exposed = max(
-            exposed_time(*self._data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline, layout), layout.ep)
+            exposed_time(*self._data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep)
             for r in found
         )
         update = max(update_time(r.facts, moments, job.hardware) for r in found)
         time = StepTime(running, accumulation * inside, timeline.bubble if timeline is not None else 0.0, exposed, update)
         made = Plan(layout, accumulation, mesh.degrees, found, time, timeline)
-        return Plan(layout, accumulation, mesh.degrees, found, time, timeline, self._lacks(made))
+        return replace(made, why_not=self._lacks(made))
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
@@ -204,10 +204,9 @@ def _own(passes: list[StagePass], timeline: Timeline | None, place: int) -> Iter
     return passes if timeline is None else [p for p in passes if timeline.schedule.placement[p.stage] == place]
 
 
-def _backward(times: list[tuple[float, float]], rank: RankPlan, timeline: Timeline | None, layout: Layout) -> float:
-    """Seconds of backward beside which gradients of a step can travel: of each micro-batch where they are sharded, else of one."""
-    mine = [t for s, t in enumerate(times) if timeline is None or timeline.schedule.placement[s] == rank.place]
-    return sum(b for _, b in mine)
+def _backward(times: list[tuple[float, float]], rank: RankPlan, timeline: Timeline | None) -> float:
+    """Seconds of one micro-batch's backward in the rank's stages, beside which gradients can travel."""
+    return sum(b for s, (_, b) in enumerate(times) if timeline is None or timeline.schedule.placement[s] == rank.place)
 
 
 def _add_messages(sent: dict[str, float], timeline: Timeline, passes: list[StagePass], place: int, labels: float) -> None:
