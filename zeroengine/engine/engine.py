@@ -333,28 +333,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [float(g["lr"]) for g in self.optimizer.param_groups]
 
-    def train_batch_size(self) -> int:
-        return self.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.batch.accumulation
-
-    def gradient_clipping(self) -> float:
-        return self.settings.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.zero_optimization.stage
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.mesh.data_parallel_size
-
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; make another with zeroengine.initialize")
