@@ -234,7 +234,9 @@ class _Loader:
         """All ranks reach the same verdict from the same surveys."""
         strangers = [r for r, s in enumerate(surveys) if s.index != surveys[0].index]
         if strangers:
-            raise CheckpointError(f"{self.doing}: ranks {strangers} see another checkpoint there than rank 0 does")
+            raise CheckpointError(
+                f"{self.doing}: ranks {strangers} see another checkpoint there than rank 0 does; give a folder that all hosts share"
+            )
         wanted = 0
         converted: Converted = {}
         for survey in surveys:

@@ -87,7 +87,7 @@ class Saver:
         tags = self.ranks.phase(self.doing, work)
         if len(set(tags)) > 1:
             told = ", ".join(f"rank {r}: {tag}" for r, tag in enumerate(tags))
-            raise CheckpointError(f"{self.doing}: the ranks save under different tags ({told})")
+            raise CheckpointError(f"{self.doing}: the ranks save under different tags ({told}); give the same one on every rank")
 
     def _pack(self, values: Mapping[str, Any], what: str) -> bytes:
         data, pickled = pack(values, what)

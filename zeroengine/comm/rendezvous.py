@@ -43,7 +43,9 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
     rank = rank if rank >= 0 else _integer(env, "RANK", 0)
     world_size = world_size if world_size > 0 else _integer(env, "WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK={rank} is outside 0..{world_size - 1} (WORLD_SIZE={world_size})")
+        raise ConfigError(
+            f"RANK={rank} is outside 0..{world_size - 1} (WORLD_SIZE={world_size}); start the script with zerorun or torchrun, or set both"
+        )
     if world_size == 1 and "MASTER_ADDR" not in env:
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
@@ -88,7 +90,9 @@ def _await_listener(place: Place, timeout: timedelta) -> None:
             socket.create_connection((place.host, place.port), timeout=5.0).close()
             return
         except socket.gaierror as unknown:
-            raise RankError(f"rank {place.rank}: MASTER_ADDR={place.host} is no known host ({unknown})") from unknown
+            raise RankError(
+                f"rank {place.rank}: MASTER_ADDR={place.host} is no known host ({unknown}); give a name or address that this host knows"
+            ) from unknown
         except OSError as refused:
             error = refused
             time.sleep(0.1)

@@ -39,7 +39,7 @@ class EngineLoader:
         self._sampler: _FromPosition | None = None
         if not isinstance(dataset, IterableDataset):
             if not len(dataset):  # type: ignore[arg-type]
-                raise ConfigError("training_data is empty")
+                raise ConfigError("training_data is empty; give a dataset with samples")
             if drop_last and len(dataset) < ranks * batch_size:  # type: ignore[arg-type]
                 raise ConfigError(
                     f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of {ranks} ranks, "  # type: ignore[arg-type]

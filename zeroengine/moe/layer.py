@@ -47,7 +47,7 @@ class SparseExperts(nn.Module):
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
         if router.num_experts != experts.num_experts:
-            raise ConfigError(f"a router for {router.num_experts} experts and a layer of {experts.num_experts}")
+            raise ConfigError(f"a router for {router.num_experts} experts and a layer of {experts.num_experts}; give both the same number")
         self.router, self.experts, self.shared = router, experts, shared
         self._dispatcher = Dispatcher(alone(), experts.num_experts, "experts")
 

@@ -69,7 +69,7 @@ def initialize(
     if mesh_param is not None:
         raise ConfigError("deepspeed.initialize: mesh_param is not read; give the degrees in the configuration's `mesh` section")
     if dist_init_required is False and not is_initialized():
-        raise ConfigError("deepspeed.initialize: dist_init_required is false, and torch.distributed is not initialised")
+        raise ConfigError("deepspeed.initialize: dist_init_required is false, and torch.distributed is not initialised; leave it out")
     scale_config = getattr(args, "deepscale_config", None)
     if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
         config = scale_config
