@@ -82,7 +82,7 @@ class OffloadMethods:
                 g.free()
             for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
                 master.forget_gradients()
-        _hide_values(mechanism, kinds, parked)
+        _hide_values(mechanism, parked)
         placement.faults.agree(
             placement.everyone or mechanism.groups.control, "offload_states", "Call engine.reload_states() to go on without"
         )
@@ -184,7 +184,7 @@ class _Show:
                 master.repoint()
 
 
-def _hide_values(mechanism: Mechanism, kinds: frozenset[str], parked: Parked) -> None:
+def _hide_values(mechanism: Mechanism, parked: Parked) -> None:
     """Parameters whose values are gone say so when they are used; tensors that were views of them have none."""
     gone = {id(t) for lot in parked.lots for t in lot.tensors}
     for bucket in mechanism.buckets:

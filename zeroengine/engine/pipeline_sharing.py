@@ -54,7 +54,7 @@ def share_stage_layers(module: PipelineModule, settings: Config, mesh: Mesh, eve
     if mesh.degrees.tp == 1:
         return None
     section = settings.tensor_parallel
-    plan = _common_plan(module, settings, mesh, everyone)
+    plan = _common_plan(module, settings, everyone)
     log_rank0(plan.show())
 
     def split() -> TensorParallel:
@@ -70,7 +70,7 @@ def share_stage_layers(module: PipelineModule, settings: Config, mesh: Mesh, eve
     return layers
 
 
-def _common_plan(module: PipelineModule, settings: Config, mesh: Mesh, everyone: Communicator) -> Plan:
+def _common_plan(module: PipelineModule, settings: Config, everyone: Communicator) -> Plan:
     """The plans of all stages as one. Collective."""
 
     def mine() -> tuple[Plan, list[str]]:

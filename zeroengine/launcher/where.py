@@ -135,7 +135,7 @@ def _same_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Wh
     return Where("none", _HERE, low, high, rank, master or "127.0.0.1", port)
 
 
-def forwarded(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for other hosts, without what `--env` sets for all."""
     return environment.by_rule(environ) | environment.listed([Path.home(), Path.cwd()], environ)
 

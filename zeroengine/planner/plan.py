@@ -102,7 +102,7 @@ class Planner:
             message = max(p.forward_bytes for p in passes)
             timeline = run_schedule(schedule, times, sending_time("pipeline.send", message, 1.0, mesh.degrees, job.hardware))
         found = tuple(
-            self._rank_plan(rank, facts, loose, layout, settings, accumulation, chain, timeline)
+            self._rank_plan(rank, facts, loose, settings, accumulation, chain, timeline)
             for rank, (facts, loose) in zip(ranks, described, strict=True)
         )
         moments = moments_of(job.optimizer)
@@ -143,7 +143,7 @@ class Planner:
         return rank.facts(torch.device(self.job.hardware.device), settings, mesh)
 
     def _rank_plan(
-        self, rank: PaperRank, facts: list[BucketFacts], loose: int, layout: Layout, settings: Config, accumulation: int,
+        self, rank: PaperRank, facts: list[BucketFacts], loose: int, settings: Config, accumulation: int,
         chain: Chain, timeline: Timeline | None,
     ) -> RankPlan:  # fmt: skip
         moments, hardware = moments_of(self.job.optimizer), self.job.hardware

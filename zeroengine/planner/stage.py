@@ -177,7 +177,7 @@ def recompute(model: nn.Module) -> None:
     enable()
 
 
-def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
+def even_routes(model: nn.Module) -> None:
     """Replaces what depends on the values of tokens: every expert gets the same number of them. For a rehearsal."""
     for module in convert(model).values():  # the engine leaves them alone
         if module.is_plain:
