@@ -28,6 +28,9 @@ READ, WRITE, SUM = range(3)
 SHORT, DAMAGED = -1, -2
 """Beside the positive numbers of `errno`: the file ended too early; a block is not what was written."""
 
+NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What a file system without direct access, or without a call of newer ones, answers."""
+
 
 class TransferError(OSError):
     """A read or write failed. `problem`: an errno, SHORT or DAMAGED; `at`: byte of the request where the block begins."""
