@@ -5,13 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.checkpoint import BackgroundSaver, Comparison, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import pieces as state
+from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
 from zeroengine.engine.mechanism import Mechanism
@@ -21,13 +23,9 @@ from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_once, log_rank0, warn_rank0
+from zeroengine.mesh import Mesh
 from zeroengine.optim.schedules import apply_last_rates
 from zeroengine.zero.experts import names_of
-
-if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes, Config
-    from zeroengine.engine.data import EngineLoader
-    from zeroengine.mesh import Mesh
 
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # options that a schedule moves
 

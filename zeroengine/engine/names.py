@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroengine.comm import get_local_rank
+from zeroengine.config import BatchSizes, Config
+from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
+from zeroengine.mesh import Mesh
 from zeroengine.zero.policy import policy_for
-
-if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes, Config
-    from zeroengine.engine.mechanism import Mechanism
-    from zeroengine.mesh import Mesh
 
 
 class ScriptMethods:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroengine.config import Config
+from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once
 from zeroengine.offload.activations import ActivationsOnDisk, ActivationsOnHost
@@ -19,10 +21,6 @@ from zeroengine.offload.parked import Lot, Parked
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.residency import ReleasedParameter, hide, show
-
-if TYPE_CHECKING:
-    from zeroengine.config import Config
-    from zeroengine.engine.mechanism import Mechanism
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """Optimizer state; fp32 masters apart from the values; values in use (in fp32 training they are the masters); gradients."""

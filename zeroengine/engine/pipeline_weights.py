@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,11 @@ from torch import Tensor
 from zeroengine.checkpoint import Entry, Ranks
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.pieces import Pieces, name_in, under_names
+from zeroengine.engine.pipeline_stages import StageComms, Ties
 from zeroengine.engine.state import WeightMethods, whole_parameters
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.experts import by_name
-
-if TYPE_CHECKING:
-    from zeroengine.engine.pipeline_stages import StageComms, Ties
 
 _CPU = torch.device("cpu")
 
