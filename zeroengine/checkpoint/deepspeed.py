@@ -136,9 +136,7 @@ class DeepSpeedCheckpoint:
             state = load_foreign(files[rank])["optimizer_state_dict"]
             if "fp32_flat_groups" in state:
                 if state.get("ds_zero_partition_groups") is not None:
-                    raise CheckpointError(
-                        f"{self.folder}: parameters are cut over several groups of ranks, which is not read; {_EXPORT}"
-                    )
+                    raise CheckpointError(f"{self.folder}: parameters are cut over several groups of ranks, which is not read; {_EXPORT}")
                 self._read_stage3(state, shapes, rank, world)
             elif "single_partition_of_fp32_groups" in state:
                 self._read_stage12(state, shapes, starts)
