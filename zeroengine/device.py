@@ -1,10 +1,16 @@
-"""The device a rank computes on. The CPU is a real device; accelerators are reached through `torch.accelerator`."""
+"""The device a rank computes on, and the types it computes in. The CPU is a real device; accelerators are reached through
+`torch.accelerator`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+"""Types of weights and gradients by the names that configurations and commands have for them."""
 
 
 def local_device() -> torch.device:

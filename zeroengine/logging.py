@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from zeroengine.errors import ConfigError
+
 logger = logging.getLogger("zeroengine")
 _said: set[str] = set()
 
@@ -21,7 +23,11 @@ def _install() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_RankFormatter("[zeroengine rank %(rank)s] %(levelname)s: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("ZE_LOG_LEVEL", "INFO").upper())
+    level = os.environ.get("ZE_LOG_LEVEL", "").strip().upper() or "INFO"
+    try:
+        logger.setLevel(level)
+    except ValueError:
+        raise ConfigError(f"ZE_LOG_LEVEL={level}: it is one of DEBUG, INFO, WARNING, ERROR or CRITICAL") from None
     logger.propagate = False
 
 
@@ -29,6 +35,11 @@ def log_rank0(message: str, level: int = logging.INFO) -> None:
     """Logs on global rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         logger.log(level, message)
+
+
+def warn_rank0(message: str) -> None:
+    """Warns on global rank 0 only."""
+    log_rank0(message, logging.WARNING)
 
 
 def log_once(message: str, level: int = logging.WARNING) -> None:

@@ -187,7 +187,7 @@ def _hybrid(d: Path, rank: int) -> list[Any]:
 def _shares(engine: Any) -> list[Any]:
     from zeroengine.engine import pieces as state
 
-    share = state.Share.of(engine.mechanism.groups)
+    share = state.Share(engine.mechanism.groups)
     groups = [
         state.model_pieces(engine.module, engine.mechanism, share=share),
         state.optimizer_pieces(engine.optimizer, share),

@@ -187,7 +187,7 @@ def _unedited(rank: int, ranks: int) -> list[str]:
             engine = make(mesh, stage, lr=0.1, **precision)
             for step in range(2):
                 train(engine, Where(step, 0, rank, ranks))
-                if any(engine.optimizer._edit_marks()):
+                if any(engine.optimizer.edits.marks()):
                     faults.append(f"stage {stage}, {name}: step {step} left marks of an edit")
             engine.destroy()
     return faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -193,9 +194,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert too_many_ranks(Plan(1, "script", "job.py")) is None
 
 
-def test_a_plan_survives_its_file() -> None:
+def test_a_plan_survives_its_journey() -> None:
     plan = Plan(2, "script", "a.py", ("x", "é\n"), env={"A": "b"}, show=(0, 1))
-    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_dict(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
 
 
 def test_commands_are_found_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:

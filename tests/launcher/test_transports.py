@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.launcher.jobs import ZERORUN
-from zeroengine.addresses import endpoint
+from zeroengine.addresses import endpoint, unbracketed
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import network
 from zeroengine.launcher.hosts import Host, filtered
@@ -101,6 +101,7 @@ def test_the_way_to_an_address() -> None:
     assert (way.interface, way.loopback, way.source) == ("lo", True, "127.0.0.1")
     assert network.is_local("localhost") and network.is_local("127.0.0.1") and not network.is_local("no.such.host.invalid")
     assert network.resolve("fe80::1%eth0") == "fe80::1" and endpoint("fe80::1", 5) == "[fe80::1]:5"
+    assert [unbracketed(host) for host in ("[::1]", "::1", "node1", "[node]")] == ["::1", "::1", "node1", "[node]"]
     assert network.address_of("lo") == "127.0.0.1"
     with pytest.raises(ZeroEngineError, match="no such interface"):
         network.address_of("nope0")

@@ -32,7 +32,6 @@ class BackgroundSaver:
         self._memory = StagingMemory()
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
-        self._doing = ""
         self._error: BaseException | None = None
 
     def start(
@@ -56,7 +55,6 @@ class BackgroundSaver:
         saver = Saver(Path(folder), Ranks(self._group, rank, world), latest=latest, keep_last=keep_last)
         copies, rest = self._memory.stage(tensors, later)
         saver.prepare(copies, replicated, per_rank)
-        self._doing = saver.doing
         self._copied.clear()
         self._thread = threading.Thread(target=self._run, args=(saver, rest), name=f"zeroengine {saver.doing}", daemon=False)
         self._thread.start()

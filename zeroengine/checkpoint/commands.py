@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from zeroengine.checkpoint.model_folder import FORMATS, parse_size
-from zeroengine.checkpoint.offline import DTYPES, SavedCheckpoint, export_weights
+from zeroengine.checkpoint.offline import SavedCheckpoint, export_weights
+from zeroengine.device import DTYPES
 from zeroengine.errors import CheckpointError
 
 _STATES = ("model", "master", "optim")

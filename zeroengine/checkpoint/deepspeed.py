@@ -23,6 +23,7 @@ from zeroengine.checkpoint.folder import MARKER, check_tag
 from zeroengine.checkpoint.foreign_pickle import has_unknown, load_foreign
 from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.errors import CheckpointError
+from zeroengine.wording import listed
 
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -31,6 +32,7 @@ _OWN = {
     "autotp_config", "checkpoint_parallel_dimensions",
 }  # fmt: skip
 _RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_EXPORT = "let DeepSpeed export its weights and load those"
 MASTER, WEIGHT = "fp32", "weight"
 
 
@@ -95,7 +97,7 @@ class DeepSpeedCheckpoint:
         self._refuse()
         files = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=lambda p: (p.name.count("pp_rank"), p.name))
         if not files:
-            raise CheckpointError(f"{folder} has no model states (mp_rank_00_model_states.pt)")
+            raise CheckpointError(f"{folder} has no model states (mp_rank_00_model_states.pt); copy all files of the tag there")
         self.states: dict[str, Any] = load_foreign(files[0])
         if (folder / "zero").is_dir():
             self._read_universal(folder / "zero")
@@ -108,16 +110,13 @@ class DeepSpeedCheckpoint:
         self._read_weights(files)
         lost = [f"{name} ({kind})" for name, kinds in self.tensors.items() for kind, t in kinds.items() if not t.complete]
         if lost:
-            raise CheckpointError(f"{folder} does not hold all elements of {', '.join(lost[:5])}: is a rank's file missing?")
+            raise CheckpointError(f"{folder} does not hold all elements of {listed(lost)}: is a rank's file missing?")
 
     def _refuse(self) -> None:
         kinds = {"layer_*model_states.pt": "pipeline stages", "*expert_*": "experts", "*mp_rank_01*": "tensor slices"}
         for pattern, what in kinds.items():
             if next(self.folder.glob(pattern), None) is not None:
-                raise CheckpointError(
-                    f"{self.folder} holds {what}: only data-parallel DeepSpeed checkpoints are read; let DeepSpeed export its "
-                    "weights and load those"
-                )
+                raise CheckpointError(f"{self.folder} holds {what}: only data-parallel DeepSpeed checkpoints are read; {_EXPORT}")
 
     # --- stages 1, 2, 3 -------------------------------------------------------------------------------------------
 
@@ -128,19 +127,22 @@ class DeepSpeedCheckpoint:
         world = int(self.states.get("dp_world_size") or len(files))
         missing = sorted(set(range(world)) - files.keys())
         if missing:
-            raise CheckpointError(f"{self.folder} was saved by {world} ranks and lacks the optimizer states of {missing}")
+            raise CheckpointError(
+                f"{self.folder} was saved by {world} ranks and lacks the optimizer states of {missing}; copy the files of all ranks there"
+            )
         shapes: Sequence[dict[str, torch.Size]] = self.states.get("param_shapes") or []
         starts = [0] * len(shapes)
         for rank in range(world):
             state = load_foreign(files[rank])["optimizer_state_dict"]
             if "fp32_flat_groups" in state:
                 if state.get("ds_zero_partition_groups") is not None:
-                    raise CheckpointError(f"{self.folder}: parameters are cut over several groups of ranks, which is not read")
+                    raise CheckpointError(f"{self.folder}: parameters are cut over several groups of ranks, which is not read; {_EXPORT}")
                 self._read_stage3(state, shapes, rank, world)
             elif "single_partition_of_fp32_groups" in state:
                 self._read_stage12(state, shapes, starts)
             else:
-                raise CheckpointError(f"{files[rank]}: its layout is not known (keys {', '.join(sorted(map(str, state)))[:200]})")
+                keys = ", ".join(sorted(map(str, state)))[:200]
+                raise CheckpointError(f"{files[rank]}: its layout is not known (keys {keys}); {_EXPORT}")
             if rank == 0:
                 self.loss_scaler = state.get("loss_scaler")
 

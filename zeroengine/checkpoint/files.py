@@ -24,6 +24,7 @@ from torch.serialization import skip_data
 
 from zeroengine.checkpoint.storage import sync_folder
 from zeroengine.errors import CheckpointError
+from zeroengine.wording import listed
 
 _SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -84,7 +85,7 @@ class _File:
     def close(self) -> None:
         """Makes the file durable and gives it its name."""
         if self._left:
-            raise CheckpointError(f"{self.path}: no values came for {', '.join(sorted(self._left)[:5])}")
+            raise CheckpointError(f"{self.path}: no values came for {listed(sorted(self._left))}")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

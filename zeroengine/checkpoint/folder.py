@@ -24,7 +24,6 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -228,12 +227,6 @@ def rank_file(rank: int) -> str:
 def now() -> int:
     """Nanoseconds of Unix time, by which checkpoints are ordered."""
     return time.time_ns()
-
-
-def names(items: Sequence[str], separator: str = ", ", most: int = 20) -> str:
-    """`items` as text for a message, cut off with a count when there are many."""
-    shown = separator.join(items[:most])
-    return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
 
 
 def _of_tag(directory: Path, tag: str) -> Path:

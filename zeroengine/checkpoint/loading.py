@@ -20,9 +20,11 @@ from zeroengine.checkpoint.storage import SafeReader, sum_of
 from zeroengine.checkpoint.values import unpack
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0
+from zeroengine.wording import listed
 from zeroengine.zero.layout import Piece
 
 Converted = dict[str, tuple[torch.dtype, torch.dtype]]
+_SHOWN = 20  # names in a message
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def load(
         check(found)
     ranks.torch_phase(loader.doing, lambda: dcp.load(dict(loader.views), storage_reader=loader.reader, **ranks.torch_arguments()))
     return Loaded(
-        loader.folder, loader.marker.world, loader.replicated, loader.per_rank, loader.per_rank_note,
+        loader.folder, loader.world, loader.replicated, loader.per_rank, loader.per_rank_note,
         found.missing, found.unexpected, converted,
     )  # fmt: skip
 
@@ -155,20 +157,25 @@ class _Loader:
         self.folder, self.ranks, self.only, self.verify = folder, ranks, only, verify
         self.doing = f"loading {folder}"
         self.reader = SafeReader(folder)
+        self.world = 0  # ranks that saved
+        self.keys: list[str] = []
+        self.views: dict[str, ShardedTensorView] = {}
+        self.replicated: dict[str, Any] = {}
         self.per_rank: dict[str, Any] | None = None
         self.per_rank_note: str | None = None
 
     def read_values(self, allow_pickle: bool) -> None:
         def work() -> None:
-            self.marker = folders.read_marker(self.folder)
+            marker = folders.read_marker(self.folder)
+            self.world = marker.world
             if self.verify:
-                self._verify_share()
+                self._verify_share(marker)
             self.replicated = self._values(folders.REPLICATED, allow_pickle)
-            if self.marker.world == self.ranks.world:
+            if self.world == self.ranks.world:
                 self.per_rank = self._values(folders.rank_file(self.ranks.rank), allow_pickle)
             else:
                 self.per_rank_note = (
-                    f"{self.folder} was saved by {self.marker.world} ranks and is loaded by {self.ranks.world}: "
+                    f"{self.folder} was saved by {self.world} ranks and is loaded by {self.ranks.world}: "
                     "what each rank kept for itself (such as random states) has no heir and is not restored"
                 )
 
@@ -176,8 +183,8 @@ class _Loader:
         if self.per_rank_note:
             log_rank0(self.per_rank_note)
 
-    def _verify_share(self) -> None:
-        for i, (name, expected) in enumerate(sorted(self.marker.files.items())):
+    def _verify_share(self, marker: folders.Marker) -> None:
+        for i, (name, expected) in enumerate(sorted(marker.files.items())):
             if i % self.ranks.world == self.ranks.rank and sum_of(self.folder / name) != expected:
                 directory, tag = self.folder.parent, folders.tag_of(self.folder.name)
                 others = ", ".join(t for t in folders.complete_tags(directory) if t != tag) or "none"
@@ -220,14 +227,16 @@ class _Loader:
                 else:
                     misfits.append(f"{key} is {have} in the checkpoint and {view.dtype} here")
         if misfits:
-            raise CheckpointError(f"the checkpoint does not fit the model: {folders.names(misfits, '; ')}")
+            raise CheckpointError(f"the checkpoint does not fit the model: {listed(misfits, _SHOWN, '; ')}")
         return converted
 
     def compare(self, surveys: list[_Survey], strict: bool) -> tuple[Comparison, Converted]:
         """All ranks reach the same verdict from the same surveys."""
         strangers = [r for r, s in enumerate(surveys) if s.index != surveys[0].index]
         if strangers:
-            raise CheckpointError(f"{self.doing}: ranks {strangers} see another checkpoint there than rank 0 does")
+            raise CheckpointError(
+                f"{self.doing}: ranks {strangers} see another checkpoint there than rank 0 does; give a folder that all hosts share"
+            )
         wanted = 0
         converted: Converted = {}
         for survey in surveys:
@@ -237,7 +246,7 @@ class _Loader:
         excused = {key for survey in surveys for key in survey.excused}.difference(missing)
         unexpected = [key for i, key in enumerate(self.keys) if not wanted >> i & 1 and (not self.only or key.startswith(self.only))]
         if strict and (missing or unexpected):
-            told = [f"{what} keys: {folders.names(keys)}" for what, keys in
+            told = [f"{what} keys: {listed(keys, _SHOWN)}" for what, keys in
                     (("missing", missing), ("unexpected", unexpected)) if keys]  # fmt: skip
             raise CheckpointError(
                 f"{self.doing}: the checkpoint does not fit the model; {'; '.join(told)} (load with strict=False to go on without them)"

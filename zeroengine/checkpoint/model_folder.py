@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,18 +12,18 @@ from torch import Tensor
 from zeroengine.checkpoint.files import Entry, SafetensorsFile, TorchFile, WeightFile
 from zeroengine.checkpoint.storage import write_file
 from zeroengine.errors import CheckpointError
+from zeroengine.wording import bytes_of
 
 FORMATS = {"safetensors": ("model", "safetensors"), "torch": ("pytorch_model", "bin")}
 SHARD_BYTES = 5 * 10**9
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "5GB" or "500MiB"; raises CheckpointError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise CheckpointError(f"{text!r} is not a size: a number and B, KB, MB, GB, KiB, MiB or GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = bytes_of(text)
+    if size is None:
+        raise CheckpointError(f"{text!r} is not a size such as 5GB or 500MiB")
+    return size
 
 
 class ModelFolder:

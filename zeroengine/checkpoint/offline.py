@@ -18,8 +18,7 @@ from zeroengine.checkpoint.ranks import Ranks
 from zeroengine.checkpoint.storage import SafeReader, sum_of
 from zeroengine.checkpoint.values import unpack
 from zeroengine.errors import CheckpointError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from zeroengine.wording import listed
 
 
 class SavedCheckpoint:
@@ -91,7 +90,7 @@ def export_weights(
     values = saved.values()
     if values.get("excluded"):
         raise CheckpointError(
-            f"{saved.folder} was saved without frozen parameters ({folders.names(values['excluded'], most=5)}), so its weights "
+            f"{saved.folder} was saved without frozen parameters ({listed(values['excluded'])}), so its weights "
             "are not a whole model; load it into the model with engine.load_checkpoint and use engine.save_pretrained"
         )
     weights = saved.weights(dtype)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
 from zeroengine.errors import CheckpointError, RankError, ZeroEngineError
+from zeroengine.wording import first_line
 
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ class Ranks:
     def _lost(self, doing: str, exc: BaseException) -> RankError:
         return RankError(
             f"rank {self.rank} on {socket.gethostname()}: {doing}: another rank died, stopped or left the group "
-            f"({str(exc).splitlines()[0] if str(exc) else type(exc).__name__}); see the first error of the other ranks"
+            f"({first_line(exc)}); see the first error of the other ranks"
         )
 
 

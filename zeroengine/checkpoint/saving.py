@@ -20,7 +20,10 @@ from zeroengine.checkpoint.storage import FileSum, SummingWriter, write_file
 from zeroengine.checkpoint.values import pack
 from zeroengine.errors import CheckpointError
 from zeroengine.logging import log_rank0, logger
+from zeroengine.wording import listed
 from zeroengine.zero.layout import Piece
+
+_SHOWN = 20  # names in a message
 
 
 def save(
@@ -62,6 +65,9 @@ class Saver:
         self.final, self.ranks, self.latest, self.keep_last = final.absolute(), ranks, latest, keep_last
         self.doing = f"saving {self.final}"
         self.saving = self.final
+        self.keys: list[str] = []
+        self.views: dict[str, ShardedTensorView] = {}
+        self.values: dict[str, bytes] = {}  # by the name of their file
         self.sums: dict[str, FileSum] = {}
 
     def prepare(self, tensors: Mapping[str, Sequence[Piece]], replicated: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
@@ -80,8 +86,8 @@ class Saver:
 
         tags = self.ranks.phase(self.doing, work)
         if len(set(tags)) > 1:
-            listed = ", ".join(f"rank {r}: {tag}" for r, tag in enumerate(tags))
-            raise CheckpointError(f"{self.doing}: the ranks save under different tags ({listed})")
+            told = ", ".join(f"rank {r}: {tag}" for r, tag in enumerate(tags))
+            raise CheckpointError(f"{self.doing}: the ranks save under different tags ({told}); give the same one on every rank")
 
     def _pack(self, values: Mapping[str, Any], what: str) -> bytes:
         data, pickled = pack(values, what)
@@ -151,7 +157,7 @@ class Saver:
                 if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
                     lost.append(key)
         if lost:
-            raise CheckpointError(f"the ranks' pieces do not cover these tensors: {folders.names(lost)}")
+            raise CheckpointError(f"the ranks' pieces do not cover these tensors: {listed(lost, _SHOWN)}")
 
     def commit(self) -> None:
         def work() -> None:

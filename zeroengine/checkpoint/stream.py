@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from array import array
 from collections import deque
@@ -14,12 +13,11 @@ import torch
 
 from zeroengine.offload.buffers import PAGE, private_pages, rounded
 from zeroengine.ops import aio
-from zeroengine.ops.aio import TransferError, sums_for
+from zeroengine.ops.aio import NOT_OFFERED, TransferError, sums_for
 
 BLOCK = 2 << 20  # bytes of one write
 _BLOCKS = 4  # of memory for a save: one is filled while the others are written
 _THREADS = 2
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class Block:
@@ -88,7 +86,7 @@ class SummedFile:
         try:
             fd = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o666)
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            if error.errno not in NOT_OFFERED:
                 raise
             fd = os.open(self.path, flags, 0o666)
         return FileIO(fd, "wb")
@@ -165,7 +163,7 @@ class SummedFile:
             transfer.wait()
         except TransferError as error:
             try:
-                if error.problem not in _NO_DIRECT:
+                if error.problem not in NOT_OFFERED:
                     raise OSError(error.problem, os.strerror(error.problem), str(self.path)) from error
                 self._write_plainly(block.view[:nbytes], at)
             except OSError as exc:

@@ -66,6 +66,7 @@ class Monitor:
         self._answered = time.monotonic()  # when the store last answered
         self._reads = 0  # completed looks at the store
         self._store_closed = False
+        self.hooked = False  # the process tells it of its end: see `install_hooks`
         pid = os.getpid()
         self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
         self._calls = CallWatch()
@@ -267,7 +268,6 @@ def _key(rank: int) -> str:
 
 # A process has one main thread, one sys.excepthook and one default process group, hence one monitor.
 _monitors: list[tuple[object, Monitor]] = []
-_hooked: list[Monitor] = []
 
 
 def process_monitor(interval: float = 1.0) -> Monitor:
@@ -303,9 +303,9 @@ def end_monitor(group: object) -> None:
 def install_hooks(monitor: Monitor) -> None:
     """Has the end of this process told to the others, once for each monitor. After `init_process_group`, which puts a hook of its
     own around those that it finds, and would swallow what an error prints."""
-    if monitor in _hooked:
+    if monitor.hooked:
         return
-    _hooked[:] = [monitor]
+    monitor.hooked = True
     previous, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

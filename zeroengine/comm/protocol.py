@@ -116,6 +116,10 @@ class Communicator(Protocol):
         """Returns when every rank of the group has arrived."""
         ...
 
+    def pool_bytes(self) -> int:
+        """Bytes of receive buffers held between operations."""
+        ...
+
     def close(self) -> None:
         """Frees threads and process groups. Collective."""
         ...

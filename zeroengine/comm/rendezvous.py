@@ -11,8 +11,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zeroengine.addresses import endpoint
+from zeroengine.addresses import endpoint, unbracketed
 from zeroengine.errors import ConfigError, RankError
+from zeroengine.wording import first_line
 
 _HANDSHAKE_SECONDS = 8.0
 _PORT_REMEDY = "Choose another MASTER_PORT (a launcher chooses a free one by itself), or end the process that holds it."
@@ -42,7 +43,9 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
     rank = rank if rank >= 0 else _integer(env, "RANK", 0)
     world_size = world_size if world_size > 0 else _integer(env, "WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK={rank} is outside 0..{world_size - 1} (WORLD_SIZE={world_size})")
+        raise ConfigError(
+            f"RANK={rank} is outside 0..{world_size - 1} (WORLD_SIZE={world_size}); start the script with zerorun or torchrun, or set both"
+        )
     if world_size == 1 and "MASTER_ADDR" not in env:
         return None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
@@ -53,10 +56,8 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
         )
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    host = env["MASTER_ADDR"]
-    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as it is written before a port
-        host = host[1:-1]
-    return Place(rank, world_size, host, _integer(env, "MASTER_PORT", 0), agent, attempt)
+    host, port = unbracketed(env["MASTER_ADDR"]), _integer(env, "MASTER_PORT", 0)
+    return Place(rank, world_size, host, port, agent, attempt)
 
 
 def meet(place: Place, timeout: timedelta) -> dist.Store:
@@ -77,7 +78,7 @@ def _serve(place: Place, timeout: timedelta) -> dist.Store:
     except (RuntimeError, OSError) as error:
         raise RankError(
             f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in "
-            f"use or the address is not this host's ({_first_line(error)}). {_PORT_REMEDY}"
+            f"use or the address is not this host's ({first_line(error)}). {_PORT_REMEDY}"
         ) from error
 
 
@@ -89,7 +90,9 @@ def _await_listener(place: Place, timeout: timedelta) -> None:
             socket.create_connection((place.host, place.port), timeout=5.0).close()
             return
         except socket.gaierror as unknown:
-            raise RankError(f"rank {place.rank}: MASTER_ADDR={place.host} is no known host ({unknown})") from unknown
+            raise RankError(
+                f"rank {place.rank}: MASTER_ADDR={place.host} is no known host ({unknown}); give a name or address that this host knows"
+            ) from unknown
         except OSError as refused:
             error = refused
             time.sleep(0.1)
@@ -118,7 +121,7 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     thread.join(_HANDSHAKE_SECONDS)
     if made:
         return made[0]
-    reason = _first_line(failed[0]) if failed else "it does not answer"
+    reason = first_line(failed[0]) if failed else "it does not answer"
     raise RankError(
         f"rank {place.rank}: what listens on port {place.port} of {place.host} is not this job's store ({reason}); "
         f"the port is in use by another program, or rank 0 ended at once. {_PORT_REMEDY}"
@@ -172,7 +175,3 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"environment variable {name}={text!r} is not an integer") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]

@@ -1,4 +1,4 @@
-"""Texts between ranks."""
+"""Texts, and bytes of unlike lengths, between ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from zeroengine.comm.protocol import Communicator
 
 def exchange_texts(control: Communicator, text: str, subject: str) -> list[str]:
     """Every rank's text, in the order of the group. Collective."""
-    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    sizes = [int(n) for n in control.exchange(torch.tensor([mine.numel()]), f"length of {subject}").flatten()]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: mine.numel()] = mine
-    rows = control.exchange(padded, subject)
-    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+    return [data.decode() for data in exchange_bytes(control, text.encode(errors="replace"), subject)]
+
+
+def exchange_bytes(control: Communicator, data: bytes, subject: str) -> list[bytes]:
+    """Every rank's bytes, in the order of the group. Where no rank has any, only that is told. Collective."""
+    sizes = [int(n) for n in control.exchange(torch.tensor([len(data)]), f"length of {subject}").flatten()]
+    longest = max(sizes)
+    if not longest:
+        return [b""] * len(sizes)
+    rows = control.exchange(torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8), subject)
+    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]

@@ -10,6 +10,7 @@ from zeroengine.comm.lane import Lane, Operation
 from zeroengine.comm.status import Wait
 from zeroengine.errors import DivergenceError, RankError
 from zeroengine.logging import logger
+from zeroengine.wording import first_line
 
 _REMEDY_DEAD = "Look at the output of that rank for the first error; this rank ends because it cannot go on alone."
 _REMEDY_DIVERGED = (
@@ -83,7 +84,7 @@ class HealthWatch:
         if verdict.cause == "dead":
             return self._ended(verdict, wait, error)
         found = f" ({verdict.text})" if verdict.text else ""
-        text = f"it failed: {_first_line(error)}. No other rank is known to be dead{found}."
+        text = f"it failed: {_reason(error)}. No other rank is known to be dead{found}."
         return self._error(RankError, wait, text, "Look at the other ranks' output and at the network.", error)
 
     def _judge(self, verdict: Verdict, earlier: Verdict | None, wait: Wait, waited: float) -> RankError | None:
@@ -137,6 +138,6 @@ class HealthWatch:
         return error
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Without Gloo's advice to look at other ranks' logs, which is ours to give."""
-    return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0][:300]
+    return first_line(error, 300).partition(". This is typically")[0]

@@ -189,13 +189,16 @@ class Config(Section):
         apart = mesh.pp * mesh.cp * mesh.tp
         degrees = f"mesh.pp {mesh.pp} × mesh.cp {mesh.cp} × mesh.tp {mesh.tp}"
         if world_size % apart:
-            raise ConfigError(f"{world_size} ranks cannot be divided by {degrees} = {apart}")
+            raise ConfigError(f"{world_size} ranks cannot be divided by {degrees} = {apart}; change a degree or the number of ranks")
         size = world_size // apart
         shard = mesh.dp_shard
         if size % mesh.dp_replicate or (shard is not None and mesh.dp_replicate * shard != size):
             wanted = f"mesh.dp_replicate {mesh.dp_replicate}"
             wanted += "" if shard is None else f" × mesh.dp_shard {shard}"
-            raise ConfigError(f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}")
+            raise ConfigError(
+                f"{world_size} ranks / ({degrees}) = {size} data-parallel ranks, which do not fit {wanted}; change a degree, or leave "
+                "mesh.dp_shard out"
+            )
         return size
 
     def world_sizes(self) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
 
 OPTIMIZERS = (
@@ -44,10 +45,7 @@ def _known(name: str, names: Iterable[str], module: str, base: str) -> str:
     by_lower = {known.lower(): known for known in names}
     if name.lower() in by_lower:
         return by_lower[name.lower()]
-    # Only a name that is not ours needs torch, and importing torch is slow.
-    import importlib
-
-    found = importlib.import_module(module)
+    found = importlib.import_module(module)  # only a name that is not ours needs torch, and importing torch is slow
     parent = getattr(found, base)
     for known, value in vars(found).items():
         if isinstance(value, type) and issubclass(value, parent) and value is not parent and not known.startswith("_"):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.checkpoint import BackgroundSaver, Comparison, Loaded, Ranks, find_checkpoint, find_foreign, load, read_index, save
+from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import pieces as state
+from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.foreign import load_deepspeed
 from zeroengine.engine.loadplan import Verdict, class_name, plan_load
 from zeroengine.engine.mechanism import Mechanism
@@ -20,14 +22,10 @@ from zeroengine.engine.pieces import Pieces
 from zeroengine.engine.randomness import random_states, restore_random_states
 from zeroengine.engine.state import model_files
 from zeroengine.errors import CheckpointError
-from zeroengine.logging import log_once, log_rank0
+from zeroengine.logging import log_once, log_rank0, warn_rank0
+from zeroengine.mesh import Mesh
 from zeroengine.optim.schedules import apply_last_rates
 from zeroengine.zero.experts import names_of
-
-if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes, Config
-    from zeroengine.engine.data import EngineLoader
-    from zeroengine.mesh import Mesh
 
 _SCHEDULED = ("lr", "initial_lr", "betas", "momentum")  # options that a schedule moves
 
@@ -45,8 +43,8 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     micro_steps: int
-    _background: BackgroundSaver | None = None
-    _registered: tuple[Any, ...] = ()
+    _background: BackgroundSaver | None
+    _registered: tuple[Any, ...]
     _data: Iterator[Any] | None
 
     def save_checkpoint(
@@ -72,7 +70,7 @@ class CheckpointMethods:
         self.wait_for_checkpoint()
         self._warn_of_strange_schedule()
         if self.mechanism.reducer.unfinished:
-            log_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it", 30)
+            warn_rank0("a checkpoint in the middle of an accumulation: the micro-batches since the last step are not in it")
         folder = Path(save_dir) / self._agreed_tag(tag or f"global_step{self.global_steps}")
         values = {**self._counters(), "client_state": dict(client_state or {}), **self._about(exclude_frozen_parameters)}
         own = {"random": random_states(), "buffers": self._own_buffers()}
@@ -120,7 +118,7 @@ class CheckpointMethods:
 
     def _held_pieces(self, exclude_frozen: bool) -> Pieces:
         """What this rank writes of weights, masters and optimizer state."""
-        optimizer, share = self.mechanism.optimizer, state.Share.of(self.mechanism.groups)
+        optimizer, share = self.mechanism.optimizer, state.Share(self.mechanism.groups)
         tensors = state.model_pieces(self.module, self.mechanism, exclude_frozen=exclude_frozen, share=share)
         if optimizer is not None:
             tensors.update(state.master_pieces(optimizer, share))
@@ -159,7 +157,7 @@ class CheckpointMethods:
             if wanted == "Fail":
                 raise CheckpointError(f"the ranks save under different tags ({told}); give the same tag on every rank")
             if wanted == "Warn":
-                log_rank0(f"the ranks save under different tags ({told}); rank 0's is taken", 30)
+                warn_rank0(f"the ranks save under different tags ({told}); rank 0's is taken")
         return tags[0]
 
     def load_checkpoint(
@@ -190,7 +188,7 @@ class CheckpointMethods:
         if folder is None:
             folder = find_checkpoint(Path(load_dir), tag, **_world())
         if folder is None:
-            log_rank0(f"no complete checkpoint in {load_dir}", 30)
+            warn_rank0(f"no complete checkpoint in {load_dir}")
             return None, {}
         with_state = self.mechanism.optimizer is not None and load_optimizer_states and not load_module_only
         own: dict[str, Any] = {}
@@ -298,7 +296,7 @@ class CheckpointMethods:
             _restore_groups(optimizer.param_groups, values["param_groups"])
         if with_scheduler and hasattr(self.lr_scheduler, "load_state_dict"):
             if values["scheduler"] is None:
-                log_rank0("the checkpoint has no scheduler: the schedule of the learning rate starts from its beginning", 30)
+                warn_rank0("the checkpoint has no scheduler: the schedule of the learning rate starts from its beginning")
             else:
                 self.lr_scheduler.load_state_dict(values["scheduler"])
                 if not with_state:
@@ -309,10 +307,9 @@ class CheckpointMethods:
 
     def _restore_registered(self, states: list[Any]) -> None:
         if len(states) != len(self._registered):
-            log_rank0(
+            warn_rank0(
                 f"the checkpoint has the state of {len(states)} registered objects, and {len(self._registered)} are registered: theirs "
-                "stays as it is",
-                30,
+                "stays as it is"
             )
             return
         for each, values in zip(self._registered, states, strict=True):
@@ -322,10 +319,9 @@ class CheckpointMethods:
         position = values.get("data")
         if position is None:
             position = {"epoch": max((values.get("epoch") or 0) - 1, 0), "samples": 0}
-            log_rank0(
+            warn_rank0(
                 "the checkpoint does not say where its data stood (it was saved without a loader of the engine's, or before "
-                f"positions were kept): the data go on with the first sample of epoch {position['epoch']}",
-                30,
+                f"positions were kept): the data go on with the first sample of epoch {position['epoch']}"
             )
         loader.load_state_dict(position)
         self._data = None  # `train_batch` goes on from there too
@@ -334,10 +330,9 @@ class CheckpointMethods:
 def _restore_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
     """Options of the optimizer are those of the checkpoint, as in torch; says where that is not what was configured."""
     if len(saved) != len(groups):
-        log_rank0(
+        warn_rank0(
             f"the checkpoint has {len(saved)} parameter groups and the optimizer {len(groups)}: learning rates and other options "
-            "stay as configured",
-            30,
+            "stay as configured"
         )
         return
     for i, (group, options) in enumerate(zip(groups, saved, strict=True)):

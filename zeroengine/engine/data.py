@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import log_rank0, warn_rank0
 from zeroengine.mesh import Mesh
 
 
@@ -39,7 +39,7 @@ class EngineLoader:
         self._sampler: _FromPosition | None = None
         if not isinstance(dataset, IterableDataset):
             if not len(dataset):  # type: ignore[arg-type]
-                raise ConfigError("training_data is empty")
+                raise ConfigError("training_data is empty; give a dataset with samples")
             if drop_last and len(dataset) < ranks * batch_size:  # type: ignore[arg-type]
                 raise ConfigError(
                     f"training_data has {len(dataset)} samples, fewer than one batch of {batch_size} on each of {ranks} ranks, "  # type: ignore[arg-type]
@@ -95,10 +95,9 @@ class EngineLoader:
         self.position, rest = divmod(state["samples"], per_batch)
         self._resumed = True
         if rest:
-            log_rank0(
+            warn_rank0(
                 f"the data stood at sample {state['samples']} of epoch {self.epoch}, inside a batch of {per_batch} as it is cut "
-                f"now; the {rest} samples before it come again",
-                30,
+                f"now; the {rest} samples before it come again"
             )
 
 

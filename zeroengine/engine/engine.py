@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,7 @@ from zeroengine.parallel.hf import SharedSequences
 from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
-from zeroengine.zero.hooks import ModuleHook
-from zeroengine.zero.sharder import in_backward
+from zeroengine.zero.hooks import ModuleHook, in_backward
 
 
 class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods, ScriptMethods, LoopMethods, nn.Module):
@@ -86,6 +85,10 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
         self._hint = TokenByToken(self.zero_optimization_partition_weights())
         self.watch = Watch(mesh.fabric, partial(explain_exhaustion, self))
         self._data: Iterator[Any] | None = None  # the engine's own loader, epoch after epoch
+        self._background = None  # saves checkpoints while training goes on, once one was asked for
+        self._registered = ()  # objects of the script's own that checkpoints keep
+        self._counted_from = 0  # step at which the traffic was last reset
+        self._predictions = None  # of the plan that the configuration names, once they were read
         self._destroyed = False
         self._begin_hook = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
         self._prepare_backward()
@@ -330,28 +333,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [float(g["lr"]) for g in self.optimizer.param_groups]
 
-    def train_batch_size(self) -> int:
-        return self.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.batch.accumulation
-
-    def gradient_clipping(self) -> float:
-        return self.settings.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.zero_optimization.stage
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.mesh.data_parallel_size
-
     def _need_optimizer(self, what: str) -> ZeroOptimizer:
         if self._destroyed:
             raise ConfigError(f"engine.{what}: this engine was destroyed; make another with zeroengine.initialize")
@@ -393,11 +374,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
-
-
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-
-__all__ = ["SchedulerFactory", "ZeroEngine"]
 
 
 def take_apart(

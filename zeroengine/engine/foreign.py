@@ -18,7 +18,8 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import log_rank0, warn_rank0
+from zeroengine.wording import listed
 from zeroengine.zero.layout import Piece
 
 _GROUP_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
@@ -56,7 +57,7 @@ def load_deepspeed(
         state.fill_optimizer(optimizer, moments, without)
     client, strange = reader.source.client_state()
     if strange:
-        log_rank0(f"{folder}: these entries hold objects of DeepSpeed's or the user's classes and are left out: {strange}", 30)
+        warn_rank0(f"{folder}: these entries hold objects of DeepSpeed's or the user's classes and are left out: {strange}")
     log_rank0(f"{folder} was written by DeepSpeed; it keeps no random states, so those stay as they are")
     return reader.values(), client
 
@@ -97,7 +98,7 @@ class _Reader:
             if parts and key in self.index and tuple(self.index[key][0]) != _whole(parts[0])
         ]
         if wrong:
-            raise CheckpointError(f"{self.folder} does not fit the model: {'; '.join(wrong[:5])}")
+            raise CheckpointError(f"{self.folder} does not fit the model: {listed(wrong, separator='; ')}")
         others = {f"model.{self.saved_name(other)}" for other in state.other_names(self.module)}
         lacking = [key for key in (*self.plan.wanted, *self.moments) if key not in self.index]
         return _Survey(

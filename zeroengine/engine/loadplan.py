@@ -17,8 +17,9 @@ from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.parallel import place_parts
 from zeroengine.engine.pieces import Pieces
 from zeroengine.errors import CheckpointError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import log_rank0, warn_rank0
 from zeroengine.optim.optimizer import ZeroOptimizer
+from zeroengine.wording import listed
 
 Index = dict[str, tuple[torch.Size, torch.dtype]]
 _SHOWN = 10  # names in a message
@@ -103,16 +104,16 @@ class Verdict:
             self._state([k for k in found.missing if k.startswith("optim.")], found.values)
             unused = [k for k in found.unexpected if k.startswith("optim.")]
             if unused:
-                log_rank0(f"{self.optimizer} does not use this state in {self.found}: {_names(unused)}", 30)
+                warn_rank0(f"{self.optimizer} does not use this state in {self.found}: {listed(unused, _SHOWN)}")
 
     def _weights(self, missing: Sequence[str], frozen: Sequence[str], unexpected: Sequence[str]) -> None:
         if frozen:
-            log_rank0(f"{self.found} was saved without frozen parameters: {len(frozen)} keep their values ({_names(frozen)})")
-        told = [f"{what} keys: {_names(keys)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+            log_rank0(f"{self.found} was saved without frozen parameters: {len(frozen)} keep their values ({listed(frozen, _SHOWN)})")
+        told = [f"{what} keys: {listed(keys, _SHOWN)}" for what, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         if told and self.strict:
             raise CheckpointError(f"{self.found} does not fit the model; {'; '.join(told)} (load_module_strict=False goes on without them)")
         if told:
-            log_rank0(f"{self.found} does not fit the model; {'; '.join(told)}", 30)
+            warn_rank0(f"{self.found} does not fit the model; {'; '.join(told)}")
 
     def _state(self, missing: list[str], values: dict[str, Any]) -> None:
         saved_by = values.get("optimizer")
@@ -128,7 +129,7 @@ class Verdict:
             kept_none = f"it was saved by {saved_by or 'no optimizer'}, which kept none"
             raise CheckpointError(
                 f"{self.found} has no optimizer state for {self.optimizer}: "
-                + (f"{_names(partly)}; it holds {held}" if partly else kept_none)
+                + (f"{listed(partly, _SHOWN)}; it holds {held}" if partly else kept_none)
                 + ". Use the optimizer it was saved with, or load_optimizer_states=False to train on from its weights"
             )
         self.without = frozenset(lacking)
@@ -137,8 +138,3 @@ class Verdict:
 def class_name(optimizer: ZeroOptimizer | None) -> str | None:
     """Name of the class that updates, by which a checkpoint knows it."""
     return None if optimizer is None else type(optimizer.optimizer).__name__
-
-
-def _names(keys: Sequence[str]) -> str:
-    shown = ", ".join(keys[:_SHOWN])
-    return shown if len(keys) <= _SHOWN else f"{shown} and {len(keys) - _SHOWN} more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError
 from zeroengine.logging import log_once
-
-if TYPE_CHECKING:
-    from zeroengine.mesh import Mesh
+from zeroengine.mesh import Mesh
 
 _T = TypeVar("_T")
 _MORE, _OVER, _NOTHING = 0, 1, 2  # of a rank's items: one is there, they have ended, there never was one

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zeroengine.comm.alike import are_alike
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
+from zeroengine.device import DTYPES
 from zeroengine.errors import DivergenceError
 from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
@@ -28,11 +29,10 @@ from zeroengine.zero.kept import check_names, compute_in_fp32, kept_modules
 from zeroengine.zero.packed import FormatKept, check_packed
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
-from zeroengine.zero.reducer import Reducer
+from zeroengine.zero.reducer import Reducer, Reductions
 from zeroengine.zero.sharder import Sharder, gather_units
 from zeroengine.zero.window import GatherWindow
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKET = 4 * 1024 * 1024  # elements: large enough for the wire, small beside a model
 _MAX_SKIPS = 1000
 
@@ -43,7 +43,7 @@ class Mechanism:
 
     buckets: list[Bucket]
     sharder: Sharder
-    reducer: Reducer
+    reducer: Reductions
     pools: tuple[BufferPool, ...]
     gradients: list[BucketGradients]
     groups: Groups
@@ -78,7 +78,7 @@ class Mechanism:
 
 def compute_dtype(config: Config) -> torch.dtype | None:
     """Type of the weights in use; None leaves a model as it is (no 16-bit section)."""
-    return None if config.dtype == "fp32" else _DTYPES[config.dtype]
+    return None if config.dtype == "fp32" else DTYPES[config.dtype]
 
 
 def autocast(config: Config, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -88,7 +88,7 @@ def autocast(config: Config, device: torch.device) -> contextlib.AbstractContext
     if not section.enabled:
         return contextlib.nullcontext()
     keep = not policy_for(config.zero_optimization.stage).shard_params
-    return torch.autocast(device.type, _DTYPES[section.dtype], cache_enabled=keep)
+    return torch.autocast(device.type, DTYPES[section.dtype], cache_enabled=keep)
 
 
 def sharding_rule(config: Config) -> ShardingRule:
@@ -137,8 +137,8 @@ def gradient_rule(config: Config, dtype: torch.dtype, ranks: int) -> GradientRul
     """fp32 accumulation and communication for 16-bit parameters unless the config asks for another type."""
     wide = torch.promote_types(dtype, torch.float32)
     chosen = config.data_types.grad_accum_dtype
-    accumulate = _DTYPES[chosen] if chosen else wide
-    wire = _DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
+    accumulate = DTYPES[chosen] if chosen else wide
+    wire = DTYPES[config.communication_data_type] if config.communication_data_type else accumulate
     factor = 1.0 / ranks if config.gradient_reduction == "mean" else 1.0
     if not config.prescale_gradients:
         return GradientRule(accumulate, wire, factor)

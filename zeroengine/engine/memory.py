@@ -8,7 +8,7 @@ from torch import nn
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.report import measured_memory, planned_memory
 from zeroengine.errors import ConfigError
-from zeroengine.logging import log_rank0
+from zeroengine.logging import warn_rank0
 from zeroengine.offload.faults import Faults
 from zeroengine.offload.limits import free_memory, hard_limits, too_much
 
@@ -39,4 +39,4 @@ def check_memory(module: nn.Module, mechanism: Mechanism) -> None:
     faults.agree(mechanism.placement.everyone or mechanism.groups.control, "memory", remedy, ConfigError)
     free = free_memory()
     if free is not None and too_much(missing, [free]) is not None:
-        log_rank0(f"the step will need {missing / _MIB:.0f} MiB more ({what}), and the machine has {free.nbytes / _MIB:.0f} MiB", 30)
+        warn_rank0(f"the step will need {missing / _MIB:.0f} MiB more ({what}), and the machine has {free.nbytes / _MIB:.0f} MiB")

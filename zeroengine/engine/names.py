@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroengine.comm import get_local_rank
+from zeroengine.config import BatchSizes, Config
+from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
+from zeroengine.mesh import Mesh
 from zeroengine.zero.policy import policy_for
-
-if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes, Config
-    from zeroengine.engine.mechanism import Mechanism
-    from zeroengine.mesh import Mesh
 
 
 class ScriptMethods:
@@ -55,6 +53,24 @@ class ScriptMethods:
     def zero_optimization_partition_weights(self) -> bool:
         return policy_for(self.settings.zero_optimization.stage).shard_params
 
+    def train_batch_size(self) -> int:
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero_optimization.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
     def steps_per_print(self) -> float | None:
         return self.settings.steps_per_print
 
@@ -85,6 +101,10 @@ class ScriptMethods:
     @property
     def world_size(self) -> int:
         return self.mesh.fabric.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.mesh.data_parallel_size
 
     @property
     def data_parallel_group(self) -> Any:

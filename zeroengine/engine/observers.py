@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from zeroengine.checkpoint import Ranks
 from zeroengine.config import Config
+from zeroengine.device import DTYPES
 from zeroengine.engine import report
 from zeroengine.engine.reporting import ReportMethods
 from zeroengine.errors import ConfigError, ZeroEngineError
@@ -46,7 +45,7 @@ def observe(engine: ReportMethods) -> None:
         gather = partial(_gather, "the log of the communication")
         watch.add(CommsLogger(settings.comms_logger, engine.dims_of, gather))
     if settings.flops_profiler.enabled:
-        watch.add(FlopsProfiler(settings.flops_profiler, engine.module, engine.mesh.rank, _peak_dtype(settings)))
+        watch.add(FlopsProfiler(settings.flops_profiler, engine.module, engine.mesh.rank, DTYPES[settings.dtype]))
     if settings.torch_profiler.enabled:
         watch.add(ScheduledTrace(settings.torch_profiler, engine.mesh.rank))
     if clock is not None and settings.monitor.run_dir is not None:
@@ -99,7 +98,3 @@ def _together(doing: str, work: Callable[[], T]) -> T:
 
 def _gather(doing: str, text: str) -> list[str]:
     return Ranks.of_job().phase(doing, lambda: text)
-
-
-def _peak_dtype(settings: Config) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[settings.dtype]

@@ -21,6 +21,7 @@ from zeroengine.parallel.hf_attention import ulysses_degree
 from zeroengine.parallel.loss import token_sum
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.parallel.tensor_plan import plan_for
+from zeroengine.wording import listed
 from zeroengine.zero.edits import digest
 from zeroengine.zero.held import claim
 from zeroengine.zero.layout import Piece
@@ -151,6 +152,5 @@ def check_replicas(model: nn.Module, mechanism: Mechanism, tensor: Communicator)
     if odd:
         raise DivergenceError(
             f"rank {tensor.ranks[tensor.rank]}: ranks {list(tensor.ranks)} share layers and hold these parameters whole, but not with "
-            f"the same values: {', '.join(odd[:5])}{f' and {len(odd) - 5} more' if len(odd) > 5 else ''}; make edits on all of "
-            "them, and see that forward depends on nothing else than the batch"
+            f"the same values: {listed(odd)}; make edits on all of them, and see that forward depends on nothing else than the batch"
         )

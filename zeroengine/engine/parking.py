@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from zeroengine.config import Config
+from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_once
 from zeroengine.offload.activations import ActivationsOnDisk, ActivationsOnHost
+from zeroengine.offload.home import stub
 from zeroengine.offload.link import on_host
 from zeroengine.offload.parked import Lot, Parked
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.residency import ReleasedParameter, hide, show
-
-if TYPE_CHECKING:
-    from zeroengine.config import Config
-    from zeroengine.engine.mechanism import Mechanism
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """Optimizer state; fp32 masters apart from the values; values in use (in fp32 training they are the masters); gradients."""
@@ -81,7 +79,7 @@ class OffloadMethods:
                 g.free()
             for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
                 master.forget_gradients()
-        _hide_values(mechanism, kinds, parked)
+        _hide_values(mechanism, parked)
         placement.faults.agree(
             placement.everyone or mechanism.groups.control, "offload_states", "Call engine.reload_states() to go on without"
         )
@@ -183,13 +181,13 @@ class _Show:
                 master.repoint()
 
 
-def _hide_values(mechanism: Mechanism, kinds: frozenset[str], parked: Parked) -> None:
+def _hide_values(mechanism: Mechanism, parked: Parked) -> None:
     """Parameters whose values are gone say so when they are used; tensors that were views of them have none."""
     gone = {id(t) for lot in parked.lots for t in lot.tensors}
     for bucket in mechanism.buckets:
         if id(bucket.full) in gone:
             hide(bucket.params)
-            bucket.shard.data = torch.full((1,), float("nan"), dtype=bucket.dtype, device=bucket.device).expand(bucket.shard.shape)
+            bucket.shard.data = stub(bucket.shard.shape, bucket.dtype, bucket.device)
     optimizer = mechanism.optimizer
     for master in optimizer.masters if optimizer is not None else []:
         base = master.flat if master.separate or id(master.flat) in gone else master.bucket.full

@@ -33,10 +33,6 @@ class Share:
 
     groups: Groups
 
-    @staticmethod
-    def of(groups: Groups) -> Share:
-        return Share(groups)
-
     @property
     def first(self) -> bool:
         """This rank writes what all ranks hold and nobody divides."""
@@ -193,15 +189,19 @@ def make_state(optimizer: ZeroOptimizer) -> list[nn.Parameter]:
     return bare
 
 
+def name_in(key: str) -> str:
+    """The parameter or buffer that a key is of."""
+    kind, _, name = key.partition(".")
+    return name.rpartition(".")[0] if kind == "optim" else name
+
+
 def under_names(pieces: Pieces, saved_name: Callable[[str], str]) -> Pieces:
     """The same pieces under the keys of `saved_name(name)` in place of `name`."""
 
     def key_of(key: str) -> str:
-        kind, _, name = key.partition(".")
-        if kind != "optim":
-            return f"{kind}.{saved_name(name)}"
-        name, _, what = name.rpartition(".")
-        return f"{kind}.{saved_name(name)}.{what}"
+        kind, _, rest = key.partition(".")
+        name = name_in(key)
+        return f"{kind}.{saved_name(name)}{rest[len(name) :]}"
 
     return {key_of(key): parts for key, parts in pieces.items()}
 

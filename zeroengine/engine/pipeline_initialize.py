@@ -122,6 +122,5 @@ def _attach(
     shares = mesh.degrees.tp > 1
     together(mesh.everyone, "the optimizer of the stages", lambda: check_elementwise(optimizer) if shares else None)
     check_memory(module, mechanism)
-    across = AcrossStages(ties, mechanism.groups, comms.control, mesh.tensor_control if shares else None)
-    optimizer.norm_rule, optimizer.blame_rule = across.norm, across.blame
+    optimizer.norm_rule = AcrossStages(ties, mechanism.groups, comms.control, mesh.tensor_control if shares else None)
     return optimizer

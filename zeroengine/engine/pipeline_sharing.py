@@ -6,10 +6,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from zeroengine import errors
 from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.texts import exchange_bytes
 from zeroengine.config import Config
 from zeroengine.engine.parallel import attention_name, sequence_group, whole_experts
 from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
@@ -27,12 +26,7 @@ T = TypeVar("T")
 
 def exchange_values(comm: Communicator, subject: str, value: Any) -> list[Any]:
     """Values of all ranks of `comm` (control), in their order. Collective."""
-    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = comm.exchange(torch.tensor([text.numel()]), f"sizes of {subject}").flatten().tolist()
-    row = torch.zeros(max(sizes), dtype=torch.uint8)
-    row[: text.numel()] = text
-    table = comm.exchange(row, subject)
-    return [pickle.loads(bytes(other[:n].numpy())) for other, n in zip(table, sizes, strict=True)]
+    return [pickle.loads(data) for data in exchange_bytes(comm, pickle.dumps(value), subject)]
 
 
 def together(everyone: Communicator, doing: str, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
@@ -60,7 +54,7 @@ def share_stage_layers(module: PipelineModule, settings: Config, mesh: Mesh, eve
     if mesh.degrees.tp == 1:
         return None
     section = settings.tensor_parallel
-    plan = _common_plan(module, settings, mesh, everyone)
+    plan = _common_plan(module, settings, everyone)
     log_rank0(plan.show())
 
     def split() -> TensorParallel:
@@ -76,7 +70,7 @@ def share_stage_layers(module: PipelineModule, settings: Config, mesh: Mesh, eve
     return layers
 
 
-def _common_plan(module: PipelineModule, settings: Config, mesh: Mesh, everyone: Communicator) -> Plan:
+def _common_plan(module: PipelineModule, settings: Config, everyone: Communicator) -> Plan:
     """The plans of all stages as one. Collective."""
 
     def mine() -> tuple[Plan, list[str]]:

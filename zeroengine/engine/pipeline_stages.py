@@ -3,7 +3,6 @@ weights, and what all stages decide together."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +13,11 @@ from zeroengine.config import Config
 from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, keep_in_fp32, placement_for, sharding_rule
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
-from zeroengine.optim.clip import blame
-from zeroengine.optim.layers import blame_over, layer_squares
+from zeroengine.optim.clip import first_bad, first_told, root
+from zeroengine.optim.layers import layer_squares, over_layers
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
+from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.reducer import Reducer
@@ -109,14 +109,18 @@ class TiedReducer(Reducer):
         return self.synchronize
 
 
-class StageReducers(Reducer):
-    """The reducers of a rank's stages and ties as one. `parts`: by the name of the part, in the order of registration."""
+class StageReducers:
+    """The `Reductions` of a rank's stages and ties as one. `parts`: by the name of the part, in the order of registration. Each stage
+    ends its own micro-batches and says itself when it may launch."""
 
     def __init__(self, parts: dict[str, Reducer], ties: Ties, control: Communicator) -> None:
         self.parts = parts
-        self._ties = ties
-        super().__init__([], control)
         self.gradients = [g for r in parts.values() for g in r.gradients]
+        self.synchronize = True
+        self.guided = self.plain = False
+        self._ties = ties
+        self._control = control
+        self._scale = 1.0  # as each part's own
 
     @property
     def scale(self) -> float:
@@ -148,7 +152,6 @@ class StageReducers(Reducer):
         return
 
     def next_micro_batch(self) -> None:
-        """Every stage ends its own micro-batches."""
         return
 
     def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
@@ -167,6 +170,11 @@ class StageReducers(Reducer):
         agreed = torch.tensor(list(marks), dtype=torch.int32)
         self._control.all_reduce(agreed, "marks of the step", op="max").wait()
         return frozenset(used | self._ties.used(used)), agreed.tolist()
+
+    def count_as_used(self, bucket: Bucket, index: int) -> None:
+        for reducer in self.parts.values():
+            if any(g.bucket is bucket for g in reducer.gradients):
+                reducer.count_as_used(bucket, index)
 
     def forget(self) -> None:
         for reducer in self.parts.values():
@@ -205,8 +213,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
 
 
 class AcrossStages:
-    """The norm of the gradients of all stages, and what made it non-finite: the same on every rank. `tensor`: control over the
-    ranks that share each layer."""
+    """The `NormRule` over all stages. `tensor`: control over the ranks that share each layer."""
 
     def __init__(self, ties: Ties, groups: Groups, control: Communicator, tensor: Communicator | None = None) -> None:
         self._not_mine = ties.not_owned
@@ -219,15 +226,13 @@ class AcrossStages:
         mine = layer_squares(counted, self._groups.control, self._groups.params.ranks)
         sums = self._control.exchange(mine, "squares of the stages").sum(0)
         if self._tensor is not None:
-            over = self._tensor.exchange(sums, "squares of the gradients of shared layers")
-            sums = torch.stack([over[:, 0].sum(), over[:, 1].amax()])  # see AcrossLayers
-        total = float(sums.sum())
-        return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
+            sums = over_layers(sums, self._tensor)
+        return root(float(sums.sum()))
 
-    def blame(self, gradients: list[BucketGradients]) -> str:
+    def blame(self, gradients: list[BucketGradients]) -> str | None:
         """Names the parameter, of any stage. Collective."""
-        found = blame_over(self._control, blame(gradients, self._groups.control))
-        return found if self._tensor is None else blame_over(self._tensor, found)
+        found = first_told(self._control, first_bad(gradients, self._groups.control))
+        return found if self._tensor is None else first_told(self._tensor, found)
 
 
 def check_places(module: PipelineModule, mesh: Mesh) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroengine.checkpoint import Entry, Ranks
 from zeroengine.engine.checkpointing import CheckpointMethods
-from zeroengine.engine.pieces import Pieces, under_names
+from zeroengine.engine.pieces import Pieces, name_in, under_names
+from zeroengine.engine.pipeline_stages import StageComms, Ties
 from zeroengine.engine.state import WeightMethods, whole_parameters
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.experts import by_name
-
-if TYPE_CHECKING:
-    from zeroengine.engine.pipeline_stages import StageComms, Ties
 
 _CPU = torch.device("cpu")
 
@@ -61,11 +59,11 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
         rank = self._comms.control.rank
         for peer in range(1, self._comms.control.size):
             if rank == peer:
-                wire = Wire(self._comms.control, self._comms.control, 0, torch.device("cpu"))
+                wire = Wire(self._comms.control, self._comms.control, 0, _CPU)
                 wire.send("weights", _subject(peer), mine)
                 wire.finish()
             elif rank == 0:
-                wire = Wire(self._comms.control, self._comms.control, peer, torch.device("cpu"))
+                wire = Wire(self._comms.control, self._comms.control, peer, _CPU)
                 found = wire.get(wire.want("weights", _subject(peer)))
                 mine = {**found, **mine}
         if rank:
@@ -112,9 +110,7 @@ class PipelineWeightMethods(CheckpointMethods, WeightMethods):
 
     def _pieces_to_save(self, pieces: Pieces) -> Pieces:
         """Without the tied weights that another stage saves."""
-        kinds = ("model.", "master.", "optim.")
-        others = tuple(kind + name for kind in kinds for name in self._ties.not_owned)
-        kept = {key: value for key, value in pieces.items() if not key.startswith(others)} if others else pieces
+        kept = {key: parts for key, parts in pieces.items() if name_in(key) not in self._ties.not_owned}
         return under_names(kept, self._saved_name)
 
     def _saved_name(self, name: str) -> str:

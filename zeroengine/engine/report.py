@@ -22,9 +22,7 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     parameters = sum((b.shard.nbytes if b.home.in_memory else 0) if b.policy.shard_params else _nbytes(b.full) for b in mechanism.buckets)
     parameters += sum(p.nbytes for p in module.parameters() if slot_of(p) is None)
     gathered = sum(_nbytes(b.full) for b in mechanism.buckets if b.policy.shard_params)
-    pools = sum(pool.bytes() for pool in mechanism.pools)
-    for comm in mechanism.groups.all:
-        pools += int(getattr(comm, "pool_bytes", int)())
+    pools = sum(pool.bytes() for pool in mechanism.pools) + sum(comm.pool_bytes() for comm in mechanism.groups.all)
     found = {
         "parameters": parameters,
         "gradients": sum(g.bytes() for g in mechanism.gradients),

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from zeroengine.checkpoint import Ranks
+from zeroengine.config import BatchSizes, Config
 from zeroengine.engine import report
+from zeroengine.engine.experts import ExpertParallel
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError
-from zeroengine.mesh import DIMS
+from zeroengine.mesh import DIMS, Mesh
 from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.monitor.comms import CommsLogger
 from zeroengine.monitor.document import Report, assemble
@@ -26,13 +28,8 @@ from zeroengine.monitor.observer import Step, Watch
 from zeroengine.monitor.record import RankRecord, predicted_traffic, read_lines, read_plan
 from zeroengine.monitor.recorder import Recorder, moved_so_far, resident
 from zeroengine.monitor.trace import TorchTrace
+from zeroengine.optim.optimizer import StepResult
 from zeroengine.zero.tensor import whole_shape
-
-if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes, Config
-    from zeroengine.engine.experts import ExpertParallel
-    from zeroengine.mesh import Mesh
-    from zeroengine.optim.optimizer import StepResult
 
 
 class ReportMethods:
@@ -47,8 +44,8 @@ class ReportMethods:
     watch: Watch
     global_steps: int
     global_samples: int
-    _counted_from: int = 0  # step at which the traffic was last reset
-    _predictions: dict[str, Any] | None = None
+    _counted_from: int
+    _predictions: dict[str, Any] | None
 
     if TYPE_CHECKING:
 

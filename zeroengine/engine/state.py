@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroengine.checkpoint import Entry, ModelFolder, Ranks, parse_size
+from zeroengine.engine.mechanism import Mechanism
 from zeroengine.engine.pieces import other_names, persistent_buffers
+from zeroengine.mesh import Mesh
 from zeroengine.zero.experts import by_name, names_of
 from zeroengine.zero.residency import slot_of
 from zeroengine.zero.tensor import whole_shape, whole_value
-
-if TYPE_CHECKING:
-    from zeroengine.engine.mechanism import Mechanism
-    from zeroengine.mesh import Mesh
 
 
 def whole_parameters(module: nn.Module, mechanism: Mechanism) -> Iterator[tuple[str, Tensor]]:

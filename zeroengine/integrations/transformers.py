@@ -134,7 +134,9 @@ class ZeroTrainer(Trainer):
                 "layers with TrainingArguments(deepspeed=...) and `tensor_parallel.autotp_size`, and pipelines with zeroengine.initialize"
             )
         if self.args.world_size % mesh.cp:
-            raise ConfigError(f"mesh.cp is {mesh.cp}, which does not divide the {self.args.world_size} ranks of the job")
+            raise ConfigError(
+                f"mesh.cp is {mesh.cp}, which does not divide the {self.args.world_size} ranks of the job; change one of them"
+            )
         return mesh.cp
 
     def get_sp_size(self) -> int:
@@ -187,7 +189,9 @@ class ZeroTrainer(Trainer):
         for name, on in (("bf16", a.bf16), ("fp16", a.fp16)):
             section = written.setdefault(name, {"enabled": on})
             if bool(section.get("enabled", False)) != on:
-                raise ConfigError(f"`{name}.enabled` is {not on} in the configuration and {name}={on} in the TrainingArguments")
+                raise ConfigError(
+                    f"`{name}.enabled` is {not on} in the configuration and {name}={on} in the TrainingArguments; make them agree"
+                )
         if self._cp > 1:
             written.setdefault("sequence_parallel", {})["disable_in_eval"] = True
         return Config.load(written)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.launcher.cli import COMMANDS
 from zeroengine.launcher.options import build_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -66,8 +67,6 @@ def _fish(commands: Sequence[str]) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    from zeroengine.launcher.cli import COMMANDS  # it names this module
-
     if list(argv[1:]) or not argv or argv[0] not in SHELLS:
         raise ZeroEngineError(f"usage: zerorun completion {'|'.join(SHELLS)}, as in: source <(zerorun completion bash)")
     write = {"bash": _bash, "zsh": _zsh, "fish": _fish}[argv[0]]

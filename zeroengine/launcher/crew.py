@@ -19,6 +19,7 @@ from zeroengine.launcher.member import Member, State
 from zeroengine.launcher.node import proof
 from zeroengine.launcher.outputs import Outputs
 from zeroengine.launcher.plan import Job
+from zeroengine.launcher.reach import meeting_address
 from zeroengine.launcher.transports import OneCommand, Transport, open_transport
 
 _JOIN = 10.0  # seconds that an elastic job waits for hosts beyond its smallest number
@@ -257,7 +258,7 @@ class Crew:
             return False
         try:
             self.chosen = self.admissible(ready)
-            self.address = self._meeting_address()
+            self.address = meeting_address(self._job, self.chosen[0], self.chosen[1:])
         except ZeroEngineError as error:
             self.hopeless = [str(error)]
         return not self.hopeless
@@ -307,44 +308,6 @@ class Crew:
             return len(ready) > len(members) and len(self.admissible(ready)) > len(members)
         except ZeroEngineError:
             return False
-
-    def _meeting_address(self) -> str:
-        """The address of the first host at which all others reach it."""
-        first, others = self.chosen[0], self.chosen[1:]
-        if self._job.master_addr is not None and first is self.members[0]:
-            return self._job.master_addr
-        if not others:
-            return "127.0.0.1"
-        address = first.address
-        if not first.remote:
-            if self._job.interface is not None:
-                return network.address_of(self._job.interface)
-            try:
-                address = network.route(self.address_of(others[0])).source
-            except OSError as error:
-                raise ZeroEngineError(f"no route to {others[0].name}: {error.strerror}; give --master-addr") from None
-        if address is not None and network.is_for_one_link(address):
-            told = f"the address of {first.name} is {address}, which other hosts reach through interfaces of other names"
-            raise ZeroEngineError(f"{told}; give one of the network between the hosts with --master-addr")
-        if address is None or (network.is_loopback(address) and any(m.remote and not self._is_loopback(m) for m in others)):
-            raise ZeroEngineError(f"the address of {first.name} for the other hosts is not known; give it with --master-addr")
-        return address
-
-    @staticmethod
-    def address_of(member: Member) -> str:
-        return member.address or network.resolve(member.host.name)
-
-    def _is_loopback(self, member: Member) -> bool:
-        return network.is_loopback(self.address_of(member))
-
-    def peer(self, member: Member) -> str:
-        """The address to which a host's way is that of its ranks' connections: the first host's, for it the second's."""
-        if member is not self.chosen[0]:
-            return self.address
-        try:
-            return self.address_of(self.chosen[1]) if len(self.chosen) > 1 else ""
-        except ZeroEngineError:
-            return ""
 
     # The end.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,14 +145,19 @@ def report(first: RankEnd) -> str:
     return f"{head}. {hint}" if hint else f"{head}."
 
 
+def later_errors(ends: Iterable[RankEnd]) -> list[str]:
+    """One line on each of these ranks that failed with words of its own, in the order of their ends."""
+    return [
+        f"rank {end.rank} failed after it: {end.error.title.splitlines()[0]}"
+        for end in sorted(ends, key=lambda end: end.time)
+        if end.error is not None and end.error.kind == "exception"
+    ]
+
+
 def aftermath(first: RankEnd, ends: list[RankEnd]) -> str:
     """One line on each other rank that failed with words of its own, and one on those that were ended."""
     others = [end for end in ends if end is not first]
-    lines = [
-        f"rank {end.rank} failed after it: {end.error.title.splitlines()[0]}"
-        for end in sorted(others, key=lambda end: end.time)
-        if end.error is not None and end.error.kind == "exception"
-    ]
+    lines = later_errors(others)
     quiet = [str(end.rank) for end in others if end.error is None and end.status != 0]
     if quiet:
         lines.append(f"ended rank{'s' if len(quiet) > 1 else ''} {', '.join(sorted(quiet, key=int))}")

@@ -9,6 +9,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from zeroengine.addresses import unbracketed
 from zeroengine.errors import ZeroEngineError
 
 _GETROUTE, _ERROR, _REQUEST = 26, 2, 1
@@ -25,14 +26,9 @@ class Route:
     loopback: bool
 
 
-def plain(host: str) -> str:
-    """A host without the brackets that some write around an IPv6 address."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") and ":" in host else host
-
-
 def resolve(host: str) -> str:
     """One address of a host, the same at each call: IPv4 before IPv6, then by value. Raises `ZeroEngineError`."""
-    host = plain(host)
+    host = unbracketed(host)
     try:
         return str(ipaddress.ip_address(host.partition("%")[0]))
     except ValueError:

@@ -182,7 +182,7 @@ def parse(argv: Sequence[str]) -> Job:
         remote_python=options.remote_python,
         connect_timeout=options.connect_timeout,
         node_timeout=options.node_timeout,
-        env=forwarded(options, os.environ) if far else {},
+        env=forwarded(os.environ) if far else {},
         logs=_log_dir(options.log_dir),
     )
 
@@ -211,7 +211,7 @@ def parse_hosts(argv: Sequence[str]) -> tuple[Job, str]:
         plan, tuple(dataclasses.replace(host, slots=(0,), chosen=False) for host in place.hosts), place.transport,
         arguments_of_launcher(options.launcher_args), len(place.hosts), len(place.hosts), launcher_addr=options.launcher_addr,
         interface=options.interface, remote_python=options.remote_python, connect_timeout=options.connect_timeout, node_timeout=30.0,
-        env=forwarded(options, os.environ),
+        env=forwarded(os.environ),
     )  # fmt: skip
     return job, options.folder
 

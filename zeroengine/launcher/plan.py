@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,9 @@ class Plan:
     prefix: bool = True
     verbose: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        return Plan.from_dict(json.loads(text))
-
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Plan:
+        """From the plan as a dict that travelled as JSON."""
         values = dict(values)
         for name in ("args", "show"):
             if values[name] is not None:

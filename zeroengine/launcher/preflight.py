@@ -20,6 +20,7 @@ from zeroengine.launcher.member import Member, State
 from zeroengine.launcher.options import build_check_parser, parse_hosts
 from zeroengine.launcher.outputs import Outputs
 from zeroengine.launcher.plan import Job
+from zeroengine.launcher.reach import address_of
 
 _CLOCK = 1.0  # seconds by which clocks may differ
 _PATIENCE = 20.0  # for the answer to one question
@@ -165,9 +166,9 @@ class Check:
 
     def _address(self, member: Member, ready: Sequence[Member]) -> str:
         if member.remote:
-            return self._crew.address_of(member)
+            return address_of(member)
         others = [m for m in ready if m is not member]
-        return (network.route(self._crew.address_of(others[0])).source if others else None) or "127.0.0.1"
+        return (network.route(address_of(others[0])).source if others else None) or "127.0.0.1"
 
 
 def _differences(fact: Message, first: Message | None) -> Iterable[str]:

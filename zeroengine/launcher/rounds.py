@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroengine.launcher.failures import Attempt, RankEnd, aftermath, report, signal_name
+from zeroengine.launcher.failures import Attempt, RankEnd, aftermath, later_errors, report, signal_name
 from zeroengine.launcher.link import Message
 from zeroengine.launcher.member import Member
 from zeroengine.launcher.plan import Part
@@ -153,11 +153,7 @@ class Round:
         if isinstance(cause, RankEnd):
             lines.append(aftermath(cause, ends))
         else:
-            lines += [
-                f"rank {end.rank} failed after it: {end.error.title.splitlines()[0]}"
-                for end in sorted(ends, key=lambda end: end.time)
-                if end.error is not None and end.error.kind == "exception"
-            ]
+            lines += later_errors(ends)
         return "\n".join(line for line in lines if line)
 
 

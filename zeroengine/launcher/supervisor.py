@@ -22,6 +22,7 @@ from zeroengine.launcher.localrun import SLACK
 from zeroengine.launcher.member import Member
 from zeroengine.launcher.outputs import HELD_LINE, Outputs
 from zeroengine.launcher.plan import Job
+from zeroengine.launcher.reach import peer
 from zeroengine.launcher.rounds import Fault, Round, code_of, describe
 from zeroengine.launcher.signals import Signals
 
@@ -168,7 +169,7 @@ class Supervisor:
         if self._number and len(self._round.members) > 1 or self._job.elastic:
             hosts = len(self._round.members)
             self._outputs.say(f"{self._round.world} ranks on {hosts} host{'s' * (hosts > 1)} (attempt {self._number})")
-        peers = [self._crew.peer(member) for member in self._round.members]
+        peers = [peer(member, self._round.members, self._crew.address) for member in self._round.members]
         port = self._plan.master_port if self._job.transport != "none" else 0  # there it is the launcher's own
         self._round.begin(self._crew.address, self._job.interface or "", peers, port, self._job.connect_timeout / 2)
 

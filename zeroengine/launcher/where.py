@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroengine.addresses import unbracketed
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import environment, machine, network, schedulers
 from zeroengine.launcher.hosts import Host, filtered, limited, read_hostfile
@@ -45,7 +46,7 @@ def where(options: argparse.Namespace, nproc: int | None, environ: Mapping[str, 
             how = "give --hostfile, or --no-ssh where each host starts the command itself"
             raise ZeroEngineError(f"--nnodes {options.nnodes}: which hosts? {how}")
         return Where("local", hosts, master_port=options.master_port)
-    master = None if options.master_addr is None else network.plain(options.master_addr)
+    master = None if options.master_addr is None else unbracketed(options.master_addr)
     hosts = schedulers.slurm_hosts(environ) if transport == "slurm" and options.hostfile is None else _from_file(options)
     low, high = nodes_of(options.nnodes)
     hosts = filtered(hosts, options.include, options.exclude)
@@ -126,7 +127,7 @@ def _same_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Wh
         raise ZeroEngineError(f"--node-rank {rank}: the hosts are 0 to {high - 1}")
     if master is None and high > 1:
         raise ZeroEngineError("--no-ssh: where is host 0? Give --master-addr (no scheduler's variable says it)")
-    master = None if master is None else network.plain(master)
+    master = None if master is None else unbracketed(master)
     for name in ("include", "exclude"):
         if getattr(options, name) is not None:
             raise ZeroEngineError(f"--{name} has no place beside --no-ssh: the hosts are those where the command is started")
@@ -134,7 +135,7 @@ def _same_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Wh
     return Where("none", _HERE, low, high, rank, master or "127.0.0.1", port)
 
 
-def forwarded(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for other hosts, without what `--env` sets for all."""
     return environment.by_rule(environ) | environment.listed([Path.home(), Path.cwd()], environ)
 

@@ -43,10 +43,6 @@ def decode(sent: Tensor, wire: Wire, dtype: torch.dtype) -> Tensor:
     return (sent[:, :width].contiguous().view(_FP8).float() * scale).to(dtype)
 
 
-def row_width(width: int, wire: Wire) -> int:
-    return width + _SCALE_BYTES if wire == "fp8" else width
-
-
 class Movement:
     """One movement of rows of `comm`: `sends[j]` rows to rank j, `receives[i]` from rank i. `wire`: type of the rows on the
     way, `back`: of their gradients."""

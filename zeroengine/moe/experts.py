@@ -22,6 +22,7 @@ from zeroengine.moe.collectives import Movement, complete, issue
 from zeroengine.moe.dispatch import Route
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_mlp
+from zeroengine.moe.plan import invert
 from zeroengine.zero.experts import ExpertPart, mark_elsewhere, mark_expert, of_all_ranks
 from zeroengine.zero.leaves import MARK
 from zeroengine.zero.tensor import TensorShard, mark_tensor_shard, tensor_shard, whole_value
@@ -117,14 +118,22 @@ class Experts(nn.Module, ABC):
         got = complete(issue(flat, movement), movement)
         # they arrive in order of their ranks; slots are in the order of the plan
         by_rank = sorted(range(len(wanted[me])), key=lambda i: wanted[me][i] // placement.local)
-        back = torch.empty(len(by_rank), dtype=torch.long)
-        back[torch.tensor(by_rank, dtype=torch.long)] = torch.arange(len(by_rank))
-        got = got.index_select(0, back.to(got.device))
+        got = got.index_select(0, invert(torch.tensor(by_rank, dtype=torch.long)).to(got.device))
         return [v.reshape(len(by_rank), *s) for v, s in zip(got.split([s.numel() for s in shapes], 1), shapes, strict=True)]
 
 
 class StackedExperts(Experts):
     """Experts whose own parameters are stacked along dimension 0, [experts, ...]."""
+
+    @abstractmethod
+    def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
+        """Outputs for the blocks of `rows` of as many experts as `values`, by name of the parameter, have stacked."""
+
+    def own(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return self._compute(rows, counts, {n: p for n, p in self._parameters.items() if p is not None})
+
+    def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
+        return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
 
     def _stacked(self, at: list[int]) -> list[Tensor]:
         index = torch.tensor(at, dtype=torch.long)
@@ -175,12 +184,6 @@ class ExpertBank(StackedExperts):
                     matrix = self._parameters[name.removesuffix("_bias")]
                     bound = (matrix if matrix is not None else p).shape[-1] ** -0.5
                     p.uniform_(-bound, bound)
-
-    def own(self, rows: Tensor, counts: list[int]) -> Tensor:
-        return self._compute(rows, counts, {n: p for n, p in self._parameters.items() if p is not None})
-
-    def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
-        return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
 
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
         return grouped_mlp(

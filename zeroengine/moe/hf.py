@@ -23,7 +23,9 @@ from zeroengine.moe.experts import Experts, StackedExperts
 from zeroengine.moe.group import Batch, ExpertGroup, alone
 from zeroengine.moe.grouped import grouped_mlp
 from zeroengine.moe.hf_shared import overlap, restore
-from zeroengine.moe.statistics import Statistics, recomputing
+from zeroengine.moe.router import move_against
+from zeroengine.moe.statistics import Statistics
+from zeroengine.zero.hooks import in_backward
 
 _ARGUMENTS = [{"hidden_states"}, {"top_k_index", "router_indices"}, {"top_k_weights", "routing_weights"}]
 _MATRICES = {"gate_up_proj", "down_proj"}
@@ -111,19 +113,13 @@ class SharedStackedExperts(StackedExperts):
         """[T, H], [T, k], [T, k] to [T, H]. `beside` is called while tokens travel. Collective."""
         route = self._dispatcher.route(top_k_index)
         self.statistics.record(self._dispatcher.group.batch.tokens(top_k_index), None, None, self.training)
-        if self.training and not recomputing():
+        if self.training and not in_backward():
             self.statistics.computed += sum(route.counts)
         flight = self._dispatcher.send(hidden_states, route)
         if beside is not None:
             beside()
         rows = super().forward(flight.land(), route)
         return self._dispatcher.combine(rows, route, top_k_weights)
-
-    def own(self, rows: Tensor, counts: list[int]) -> Tensor:
-        return self._compute(rows, counts, {n: p for n, p in self._parameters.items() if p is not None})
-
-    def borrowed(self, rows: Tensor, counts: list[int], values: list[Tensor]) -> Tensor:
-        return self._compute(rows, counts, dict(zip(self._parameters, values, strict=True)))
 
     def _compute(self, rows: Tensor, counts: list[int], values: dict[str, Tensor]) -> Tensor:
         if self.is_plain:
@@ -142,9 +138,7 @@ class SharedStackedExperts(StackedExperts):
     def balance(self, load: Tensor, speed: float) -> None:
         """As `Router.move_bias`."""
         if self.bias is not None:
-            load = load.to(device=self.bias.device, dtype=torch.float32)
-            with torch.no_grad():
-                self.bias.add_(speed * torch.sign(load.mean() - load).to(self.bias.dtype))
+            move_against(self.bias, load, speed)
 
 
 def convert(model: nn.Module) -> dict[str, SharedStackedExperts]:

@@ -13,7 +13,8 @@ from zeroengine.moe.dispatch import Dispatcher
 from zeroengine.moe.experts import ExpertList, Experts
 from zeroengine.moe.group import ExpertGroup, alone
 from zeroengine.moe.router import Noise, Router, RouterRule
-from zeroengine.moe.statistics import Statistics, recomputing
+from zeroengine.moe.statistics import Statistics
+from zeroengine.zero.hooks import in_backward
 
 _NOISES: dict[str | None, Noise] = {None: "none", "None": "none", "none": "none", "Jitter": "jitter", "RSample": "gumbel"}
 
@@ -46,7 +47,7 @@ class SparseExperts(nn.Module):
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None = None) -> None:
         super().__init__()
         if router.num_experts != experts.num_experts:
-            raise ConfigError(f"a router for {router.num_experts} experts and a layer of {experts.num_experts}")
+            raise ConfigError(f"a router for {router.num_experts} experts and a layer of {experts.num_experts}; give both the same number")
         self.router, self.experts, self.shared = router, experts, shared
         self._dispatcher = Dispatcher(alone(), experts.num_experts, "experts")
 
@@ -89,7 +90,7 @@ class SparseExperts(nn.Module):
         flight = self._dispatcher.send(tokens, route)
         beside = None if self.shared is None else self.shared(hidden)
         rows = self.experts(flight.land(), route)
-        if self.training and not recomputing():
+        if self.training and not in_backward():
             self.router.statistics.computed += sum(route.counts)
         out = self._dispatcher.combine(rows, route, routing.weights)
         out = out.view(*hidden.shape[:-1], out.shape[-1])

@@ -155,12 +155,17 @@ class Router(nn.Module):
         balance = (mean / tokens * (load.detach() / tokens)).sum() * self.num_experts / rule.k
         return rule.aux_weight * balance + rule.z_weight * (z / tokens).sum()
 
-    @torch.no_grad()
     def move_bias(self, load: Tensor) -> None:
         """Moves the bias against `load` [E], assignments of the whole batch since the last step."""
         if self.bias is not None:
-            load = load.to(device=self.bias.device, dtype=torch.float32)
-            self.bias += self.rule.bias_speed * torch.sign(load.mean() - load)
+            move_against(self.bias, load, self.rule.bias_speed)
+
+
+@torch.no_grad()
+def move_against(bias: Tensor, load: Tensor, speed: float) -> None:
+    """Moves `bias` [E] by `speed` for each expert: up where its `load` is below the mean of all, down where it is above."""
+    load = load.to(device=bias.device, dtype=torch.float32)
+    bias.add_(speed * torch.sign(load.mean() - load).to(bias.dtype))
 
 
 __all__ = ["Capacity", "Noise", "Priority", "Router", "RouterRule", "Routing", "Score"]

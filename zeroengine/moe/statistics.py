@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-def recomputing() -> bool:
-    """This forward is the second one, inside backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+from zeroengine.zero.hooks import in_backward
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Statistics:
     @torch.no_grad()
     def record(self, index: Tensor, keep: Tensor | None, scores: Tensor | None, training: bool) -> None:
         """One forward in training. A recomputation of it is not counted again."""
-        if not training or recomputing():
+        if not training or in_backward():
             return
         self.load += torch.bincount(index.reshape(-1), minlength=self.num_experts).cpu()
         if keep is not None:

@@ -15,6 +15,7 @@ import torch
 from zeroengine.errors import OutOfMemoryError, ZeroEngineError
 from zeroengine.monitor.recorder import resident
 from zeroengine.monitor.words import aligned, in_bytes, in_seconds
+from zeroengine.zero.policy import policy_for
 
 _CPU_ALLOCATOR = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory")
 
@@ -75,10 +76,11 @@ def remedies(layout: Layout, held: Mapping[str, int], beyond: int) -> list[Remed
     path = "" if layout.accelerator else " with nvme_path"
     if layout.state_at == "none" and planned.get("optimizer"):
         found.append(Remedy(f"zero_optimization.offload_optimizer.device: {away}{path}", planned["optimizer"]))
-    if layout.stage == 3 and layout.params_at == "none" and planned.get("parameters"):
+    shards_values = policy_for(layout.stage).shard_params
+    if shards_values and layout.params_at == "none" and planned.get("parameters"):
         found.append(Remedy(f"zero_optimization.offload_param.device: {away}{path}", planned["parameters"]))
     working = held.get("working", 0)
-    if layout.stage == 3 and working:
+    if shards_values and working:
         found.append(Remedy("zero_optimization.stage3_max_live_parameters: a smaller number", working // 2))
     if layout.micro > 1:
         half = layout.micro // 2

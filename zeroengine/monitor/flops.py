@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from zeroengine.config.monitoring import FlopsProfilerSection
 from zeroengine.logging import logger
 from zeroengine.monitor.flops_text import ModuleFigures, Profile, show
-from zeroengine.monitor.observer import Observer, Step
-from zeroengine.zero.hooks import ModuleHook
+from zeroengine.monitor.observer import Observer, Step, clock
+from zeroengine.zero.hooks import ModuleHook, in_backward
 from zeroengine.zero.tensor import whole_shape
 
 _PRODUCT = 1024  # rows of the matrix product that stands for the peak
@@ -96,22 +96,17 @@ class Stopwatch:
         self._handles.clear()
 
     def _start(self, path: str) -> Callable[..., None]:
-        return lambda *_: self._starts.setdefault(path, []).append(self._now())
+        return lambda *_: self._starts.setdefault(path, []).append(clock(self._waits))
 
     def _stop(self, path: str) -> Callable[..., None]:
         def stop(*_: Any) -> None:
             starts = self._starts.get(path)
             if starts:
-                spent = self._now() - starts.pop()
-                if torch._C._current_graph_task_id() == -1:
+                spent = clock(self._waits) - starts.pop()
+                if not in_backward():
                     self.seconds[path] = self.seconds.get(path, 0.0) + spent
 
         return stop
-
-    def _now(self) -> float:
-        if self._waits:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
 
 class FlopsProfiler(Observer):

@@ -133,23 +133,18 @@ class Watch:
         return self._explain(name, error)
 
     def begins(self, name: str, detail: str) -> None:
-        now = self._now()
+        now = clock(self._waits)
         for observer in self.observers:
             observer.phase_begins(name, detail, now)
 
     def ends(self, name: str, detail: str) -> None:
-        now = self._now()
+        now = clock(self._waits)
         for observer in reversed(self.observers):
             observer.phase_ends(name, detail, now)
 
     def _changed(self) -> None:
         self._waits = self._fabric.device.type != "cpu" and any(o.measures for o in self.observers)
         self._adds = any(o.asks_loss for o in self.observers)
-
-    def _now(self) -> float:
-        if self._waits:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
 
 class Phase:
@@ -180,6 +175,13 @@ class Phase:
             other = watch.explained(self._name, error)
             if other is not None:
                 raise other from error
+
+
+def clock(waits: bool) -> float:
+    """`time.perf_counter`, where it `waits` when the device has done all that was begun."""
+    if waits:
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _nothing(name: str, error: BaseException) -> None:

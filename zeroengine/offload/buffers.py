@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.logging import log_once
+from zeroengine.wording import first_line
 
 PAGE = 4096  # alignment of addresses, offsets and sizes that direct file access wants
 
@@ -60,7 +61,7 @@ def pinned_bytes(nbytes: int) -> Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        log_once(f"pin_memory: the host gives no page-locked memory ({str(error).splitlines()[0]}); copies are slower without")
+        log_once(f"pin_memory: the host gives no page-locked memory ({first_line(error)}); copies are slower without")
         return host_bytes(nbytes)
 
 

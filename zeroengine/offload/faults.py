@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.texts import exchange_texts
 from zeroengine.errors import OffloadError, ZeroEngineError
 from zeroengine.logging import logger
 
-_LONGEST = 2000  # bytes of an error's text that travel
+_LONGEST = 2000  # characters of an error's text that travel
 
 
 class Faults:
@@ -41,12 +40,7 @@ class Faults:
         """Raises an error of `kind` on all ranks, with what each of them met, if any rank kept one. Collective. `remedy`: what to
         do beside what the errors say."""
         error, self.first = self.first, None
-        text = b"" if error is None else str(error).encode()[:_LONGEST]
-        lengths = control.exchange(torch.tensor([len(text)]), doing).flatten().tolist()
-        if not max(lengths):
-            return
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = control.exchange(padded, f"{doing}: errors").tolist()
-        told = [bytes(row[:n]).decode("utf-8", "replace") for row, n in zip(rows, lengths, strict=True) if n]
-        raise kind(f"{doing}: " + "; ".join(told) + (f". {remedy}" if remedy else "")) from error
+        texts = exchange_texts(control, "" if error is None else str(error)[:_LONGEST], f"errors of {doing}")
+        told = [text for text in texts if text]
+        if told:
+            raise kind(f"{doing}: " + "; ".join(told) + (f". {remedy}" if remedy else "")) from error

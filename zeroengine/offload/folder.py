@@ -53,24 +53,25 @@ class RankFolder:
             self.base = Path(base).expanduser().absolute()
             self.base.mkdir(parents=True, exist_ok=True)
             sweep(self.base, host)
-            self.path = self._make(host)
+            self.path, lock = self._make(host)
         except OSError as error:
             raise OffloadError(
                 f"rank {rank} on {host}: no folder for offloaded state in {base}: {error.strerror or error}; {remedy(error.errno)}"
             ) from error
-        self._end = weakref.finalize(self, _remove, self.path, self._lock, self._pid)
+        self._end = weakref.finalize(self, _remove, self.path, lock, self._pid)
 
-    def _make(self, host: str) -> Path:
+    def _make(self, host: str) -> tuple[Path, int]:
+        """The folder, and the descriptor that holds its lock."""
         new = self.base / f"{_NEW}{host}.{self._pid}.{time.monotonic_ns()}"
         new.mkdir(mode=0o700)
-        self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         number = 0
         while True:
             path = self.base / f"{_PREFIX}{host}.rank{self.rank}.{self._pid}.{number}"
             try:
                 new.rename(path)  # an empty folder would be replaced, but none of ours is
-                return path
+                return path, lock
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise

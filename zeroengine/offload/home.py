@@ -6,12 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+
+def stub(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands for a tensor whose values are elsewhere: one element (NaN where the type has one) that looks like `shape`, and cannot
+    be written."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((1,) * len(shape), fill, dtype=dtype, device=device).expand(shape)
 
 
 class Home(Protocol):
     """Tensors stay the same objects with the same shapes. Between `bring` and `put` they have their values; at other times
-    they may have none (a stub of NaNs that cannot be written)."""
+    they may have none (a `stub`)."""
 
     def ahead(self) -> None:
         """A use comes soon: bringing may begin, as far as memory that is set aside for it allows."""

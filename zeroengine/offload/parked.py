@@ -11,7 +11,8 @@ from torch import Tensor
 from zeroengine.errors import OffloadError
 from zeroengine.offload.buffers import Buffers, disk_bytes
 from zeroengine.offload.folder import RankFolder
-from zeroengine.offload.record import Record, stub
+from zeroengine.offload.home import stub
+from zeroengine.offload.record import Record
 from zeroengine.offload.store import DiskStore
 from zeroengine.ops.aio import FileIO
 
@@ -57,7 +58,7 @@ class Parked:
             lot.copies = [to_host(t) for t in lot.tensors]
             with torch.inference_mode(False):
                 for t in lot.tensors:
-                    t.data = stub(t)
+                    t.data = stub(t.shape, t.dtype, t.device)
             return
         tensors = lot.tensors
         lot.record = self._store.record(lot.subject, lambda: tensors)

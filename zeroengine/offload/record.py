@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zeroengine.errors import OffloadError
 from zeroengine.offload.buffers import Buffers, padded, rounded
+from zeroengine.offload.home import stub
 from zeroengine.ops.aio import READ, SUM, WRITE, FileIO, Transfer, TransferError, sums_for
 
 
@@ -312,9 +313,9 @@ class Record:
         with torch.inference_mode(False):
             for chunk in self._chunks:
                 for t, _ in chunk.places:
-                    t.data = stub(t)
+                    t.data = stub(t.shape, t.dtype, t.device)
             for view, _, _ in self._aliases:
-                view.data = stub(view)
+                view.data = stub(view.shape, view.dtype, view.device)
 
     # --- the mapped file ------------------------------------------------------------------------------------------
 
@@ -357,9 +358,3 @@ class Record:
             self._end_transfers("read back")
         finally:
             self._give_back()
-
-
-def stub(t: Tensor) -> Tensor:
-    """One element (NaN where the type has one) that looks like `t`, and cannot be written."""
-    fill = float("nan") if t.is_floating_point() or t.is_complex() else 0
-    return torch.full((1,) * t.dim(), fill, dtype=t.dtype, device=t.device).expand(t.shape)

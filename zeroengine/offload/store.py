@@ -18,10 +18,9 @@ from zeroengine.logging import log_once
 from zeroengine.offload.buffers import PAGE, Buffers
 from zeroengine.offload.folder import RankFolder, remedy
 from zeroengine.offload.record import Record
-from zeroengine.ops.aio import DAMAGED, SHORT, FileIO, Transfer, TransferError
+from zeroengine.ops.aio import DAMAGED, NOT_OFFERED, SHORT, FileIO, Transfer, TransferError
 
 _EXTENT = max(PAGE, mmap.ALLOCATIONGRANULARITY)
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 _BROKEN = {
     SHORT: "something cut it; keep other programs out of this folder",
     DAMAGED: "the disk or its file system gave other data than was written; check them (dmesg), or choose a folder elsewhere",
@@ -66,7 +65,7 @@ class DiskStore:
             try:
                 return os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600), hasattr(os, "O_DIRECT")
             except OSError as error:
-                if error.errno not in _NO_DIRECT:
+                if error.errno not in NOT_OFFERED:
                     raise
             log_once(f"{self.folder.base}: its file system takes no direct access, so offloaded state passes through the page cache")
             with contextlib.suppress(FileNotFoundError):  # the attempt may have made it
@@ -95,7 +94,7 @@ class DiskStore:
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            if error.errno not in NOT_OFFERED:
                 raise self.error(f"set {nbytes >> 20} MiB aside for", "offloaded state", error.errno) from error
 
     def extent(self, nbytes: int) -> int:

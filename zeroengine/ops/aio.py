@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from zeroengine.ops.registry import choose
@@ -26,6 +27,9 @@ READ, WRITE, SUM = range(3)
 
 SHORT, DAMAGED = -1, -2
 """Beside the positive numbers of `errno`: the file ended too early; a block is not what was written."""
+
+NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What a file system without direct access, or without a call of newer ones, answers."""
 
 
 class TransferError(OSError):
@@ -72,16 +76,12 @@ def sums_for(nbytes: int, block: int) -> array[int]:
 
 def file_io(threads: int, block: int) -> FileIO:
     """`threads`: blocks in flight at a time. `block`: bytes, a multiple of 4096."""
-    import torch
-
     dll = choose("aio", torch.device("cpu")).dll
     return PythonIO(threads, block) if dll is None else NativeIO(dll, threads, block)
 
 
 def crc32(memory: Tensor, before: int = 0) -> int:
     """CRC-32 (that of zip and `zlib.crc32`) of the bytes of a contiguous CPU tensor, which follow those that `before` is of."""
-    import torch
-
     if not memory.nbytes:
         return before
     dll = choose("aio", torch.device("cpu")).dll
@@ -93,8 +93,6 @@ def crc32(memory: Tensor, before: int = 0) -> int:
 def copy_away(target: Tensor, source: Tensor) -> None:
     """`target.copy_(source)` of tensors of one size and type, past the caches where both are contiguous in memory of the host: for
     copies that nobody reads soon. On one thread, which leaves the interpreter to others."""
-    import torch
-
     plain = target.device.type == source.device.type == "cpu" and target.dtype is source.dtype
     dll = choose("aio", torch.device("cpu")).dll if plain and target.is_contiguous() and source.is_contiguous() else None
     if dll is None or target.nbytes != source.nbytes:

@@ -102,7 +102,7 @@ def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Op
         wanted = "adam"
     if wanted not in classes:
         near = difflib.get_close_matches(wanted, classes, n=1)
-        hint = f"; did you mean '{classes[near[0]].__name__}'?" if near else ""
+        hint = f"; did you mean '{classes[near[0]].__name__}'?" if near else "."
         raise ConfigError(f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own")
     check_usable(classes[wanted])
     return classes[wanted]

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError
 from zeroengine.ops.flat import squares
-from zeroengine.optim.clip import blame
+from zeroengine.optim.clip import first_bad, first_told, of_one_whole, root
 from zeroengine.optim.kinds import is_elementwise
 from zeroengine.optim.optimizer import ZeroOptimizer
 from zeroengine.zero.experts import expert_part
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.tensor import tensor_shard
 
-_TEXT = 512  # bytes of a reason that travels between ranks
-
 
 class AcrossLayers:
-    """Rules of a `ZeroOptimizer` whose parameters are parts of whole ones, or held whole and equal, on the ranks of a tensor
+    """The `NormRule` of a `ZeroOptimizer` whose parameters are parts of whole ones, or held whole and equal, on the ranks of a tensor
     group. `control`: the ranks that reduce gradients together; `shard_ranks`: those of them whose slices make up one whole;
     `tensor`: control over the tensor group."""
 
@@ -31,14 +27,11 @@ class AcrossLayers:
     def norm(self, gradients: list[BucketGradients]) -> float:
         """2-norm before clipping: parts add up, and what every rank holds counts once. Collective."""
         mine = layer_squares(gradients, self._control, self._shard_ranks)
-        over = self._tensor.exchange(mine, "squares of the gradients of shared layers")
-        # what all hold has the same squares, unless it is not finite on one of them alone: then nobody may step
-        total = float(over[:, 0].sum() + over[:, 1].amax())
-        return float(torch.tensor(math.sqrt(total) if math.isfinite(total) else total, dtype=torch.float32))
+        return root(float(over_layers(mine, self._tensor).sum()))
 
-    def blame(self, gradients: list[BucketGradients]) -> str:
+    def blame(self, gradients: list[BucketGradients]) -> str | None:
         """Names the parameter, also where only another rank's part of it is bad. Collective."""
-        return blame_over(self._tensor, blame(gradients, self._control))
+        return first_told(self._tensor, first_bad(gradients, self._control))
 
 
 def layer_squares(gradients: list[BucketGradients], control: Communicator, shard_ranks: tuple[int, ...]) -> Tensor:
@@ -54,23 +47,15 @@ def layer_squares(gradients: list[BucketGradients], control: Communicator, shard
             kinds.append(int(not _is_cut(g.bucket.params[s.index])))
     sums = torch.zeros(2, dtype=torch.float64)
     sums.index_add_(0, torch.tensor(kinds, dtype=torch.int64), squares(values)[0].cpu())
-    table = control.exchange(sums, "squares of the gradients")
-    if shard_ranks != control.ranks:
-        place = {r: i for i, r in enumerate(control.ranks)}
-        table = table[[place[r] for r in shard_ranks]]
-    return table.sum(0)
+    return of_one_whole(control.exchange(sums, "squares of the gradients"), control, shard_ranks).sum(0)
 
 
-def blame_over(ranks: Communicator, found: str) -> str:
-    """Of what each of `ranks` (control) found wrong, the first that names a parameter; else `found`. Collective."""
-    text = found.encode()[: _TEXT - 1]
-    row = torch.zeros(_TEXT, dtype=torch.uint8)
-    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    row[-1] = int(" gradient of '" in found)
-    for other in ranks.exchange(row, "non-finite gradients of other parts"):
-        if int(other[-1]):
-            return bytes(other[:-1].tolist()).rstrip(b"\0").decode(errors="replace")
-    return found
+def over_layers(sums: Tensor, tensor: Communicator) -> Tensor:
+    """What `layer_squares` gave each rank of a tensor group (control), as that of all: parts add up, and what every rank holds
+    counts once. Collective."""
+    over = tensor.exchange(sums, "squares of the gradients of shared layers")
+    # what all hold has the same squares, unless it is not finite on one of them alone: then nobody may step
+    return torch.stack([over[:, 0].sum(), over[:, 1].amax()])
 
 
 def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], tensor: Communicator) -> None:
@@ -79,8 +64,7 @@ def step_over_layers(optimizer: ZeroOptimizer, shard_ranks: tuple[int, ...], ten
     Raises `ConfigError` for an optimizer that would see a part of a parameter where it must see the whole.
     """
     check_elementwise(optimizer)
-    rules = AcrossLayers(optimizer.control, shard_ranks, tensor)
-    optimizer.norm_rule, optimizer.blame_rule = rules.norm, rules.blame
+    optimizer.norm_rule = AcrossLayers(optimizer.control, shard_ranks, tensor)
 
 
 def _is_cut(param: Tensor) -> bool:

@@ -7,36 +7,32 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.alike import digest_of_lines
 from zeroengine.comm.protocol import Communicator
-from zeroengine.errors import ConfigError, DivergenceError, ModelError, NonFiniteError, OffloadError
-from zeroengine.logging import log_rank0
+from zeroengine.errors import ConfigError, DivergenceError, ModelError, OffloadError
 from zeroengine.offload.placement import Placement
 from zeroengine.ops.optimizer import FusedOptimizer
 from zeroengine.optim.build import named_groups
-from zeroengine.optim.clip import blame, clip_factor, global_norm
+from zeroengine.optim.clip import NormRule, OverShards, clip_factor
+from zeroengine.optim.edits import MasterEdits
 from zeroengine.optim.offloaded import AwayUpdate
-from zeroengine.optim.options import MARK_BITS, first_difference, option_lines
+from zeroengine.optim.options import OptionsDigest, first_difference, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
+from zeroengine.optim.skips import Skips
 from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
-from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.edits import digest
-from zeroengine.zero.gradients import BucketGradients
+from zeroengine.wording import listed
 from zeroengine.zero.host import HeapTrimmer
 from zeroengine.zero.layout import Piece
-from zeroengine.zero.reducer import Reducer
+from zeroengine.zero.reducer import Reductions
 from zeroengine.zero.sharder import Sharder
 
 _SETTLING = 2  # steps after which the heap's holes are given back: the state is made in the first
-_SAY_EVERY = 50  # skipped steps between two warnings, after the first few
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         attached: Attached,
-        reducer: Reducer,
+        reducer: Reductions,
         sharder: Sharder,
         control: Communicator,
         shard_ranks: tuple[int, ...],
@@ -77,14 +73,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = reducer
         self.scaler = scaler
         self.max_norm = max_norm
-        self.skipped_steps = 0
         self.last: StepResult | None = None
         self._sharder = sharder
         self._control = control
-        self._max_skips = max_skips
+        self.skips = Skips(control, max_skips)
+        self.edits = MasterEdits(sharder.buckets, self.masters, control)
         self._ignore_unused = ignore_unused
-        self._skipped_in_a_row = 0
         self._settling = _SETTLING
+        self._options = OptionsDigest()
         self.placement = placement or Placement.on_device(torch.device("cpu"))
         self.torn: str | None = None  # why weights and state are of different steps
         self.tokens: float | None = None  # of this rank's micro-batches, whose losses are sums over them; None: losses are means
@@ -93,11 +89,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._away = AwayUpdate(self.placement, self.masters, self.optimizer, self.parts.whole)
         self._near = [m for m in self.masters if not m.away]
         self._away.settle()
-        # What a pipeline replaces: its norm and its reason to skip are those of all stages.
-        # Not methods of this object: a destroyed engine is freed without the garbage collector.
-        self.norm_rule: Callable[[list[BucketGradients]], float] = partial(global_norm, shard_ranks=shard_ranks, control=control)
-        self.blame_rule: Callable[[list[BucketGradients]], str] = partial(blame, control=control)
-        sharder.on_edit = self._follow_edit
+        self.norm_rule: NormRule = OverShards(shard_ranks, control)  # another where ranks share layers, or stages an update
+        sharder.on_edit = self.edits.refresh
         sharder.optimizer = self
         self._optimizer_step_pre_hooks: Any = {}
         self._optimizer_step_post_hooks: Any = {}
@@ -126,6 +119,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def control(self) -> Communicator:
         """The ranks that train together."""
         return self._control
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not applied, since the beginning of the run."""
+        return self.skips.total
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self.skips.total = count
 
     @property
     def loss_scale(self) -> float:
@@ -174,23 +176,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._sharder.verify()
         self._sharder.end_backward()
         self._before_update()
-        lines = option_lines(self.param_groups)
-        options = digest_of_lines(lines, MARK_BITS)
-        used, marks = self.reducer.finish([*self._edit_marks(), options, -options])
+        options = self._options.of(self.param_groups)
+        used, marks = self.reducer.finish([*self.edits.marks(), options, -options])
         if marks[-2] != -marks[-1]:
-            raise DivergenceError(f"{first_difference(lines, self._control)}; {_OPTIONS_REMEDY}")
-        self._follow_edits(marks[:-2])
+            raise DivergenceError(f"{first_difference(option_lines(self.param_groups), self._control)}; {_OPTIONS_REMEDY}")
+        self.edits.follow(marks[:-2])
         self._check_used(used)
         gradients = self.reducer.gradients
         share = self._share_of_tokens()
-        norm = self.norm_rule(gradients) * share
+        norm = self.norm_rule.norm(gradients) * share
         finite = math.isfinite(norm)
         clipped, scale_helps = False, True
         if finite:
             factor = clip_factor(norm, self.max_norm)
             clipped = factor < 1.0
             self._update(used, factor * share)
-            self._skipped_in_a_row = 0
+            self.skips.applied()
         else:
             scale_helps = self._skip()
         if scale_helps:
@@ -291,73 +292,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _skip(self) -> bool:
         """Counts a skipped step and says why. Returns whether another loss scale might have helped: not where a loss itself is at
         fault. Collective."""
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        kinds = [2 if math.isnan(loss) else int(math.isinf(loss)) for loss in map(float, self.losses)]
-        losses = self._control.exchange(torch.tensor([max(kinds, default=0)]), "losses that are not finite").flatten().tolist()
-        cause = self.blame_rule(self.reducer.gradients)
-        if any(losses):
-            ranks = ", ".join(str(r) for r, k in zip(self._control.ranks, losses, strict=True) if k)
-            cause += f"; the loss itself is {'NaN' if 2 in losses else 'inf'} on rank {ranks}: the fault is in forward or in the data"
-        if self._skipped_in_a_row <= 3 or self._skipped_in_a_row % _SAY_EVERY == 0:
-            scale = f"; loss scale {self.scaler.scale:g}" if self.scaler.scale != 1.0 else ""
-            log_rank0(f"step skipped on all ranks ({self.skipped_steps} so far): {cause}{scale}", level=30)
-        if self._skipped_in_a_row >= self._max_skips:
-            raise NonFiniteError(
-                f"{self._skipped_in_a_row} steps in a row had non-finite gradients; the last: {cause}. Lower the learning rate, "
-                "look at the data of these batches, or train in bf16 or fp32"
-            )
-        return not any(losses)
+        loss = self.skips.loss_at_fault(self.losses)
+        cause = self.norm_rule.blame(self.reducer.gradients) or "a sum over gradients that overflowed"
+        self.skips.count(cause if loss is None else f"{cause}; {loss}", self.scaler.scale)
+        return loss is None
 
     def _check_used(self, used: frozenset[str]) -> None:
         if self._ignore_unused:
             return
         unused = [s.name for m in self.masters for s in m.bucket.layout.specs if s.name not in used]
         if unused:
-            more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
             raise ModelError(
-                f"no rank had a gradient for {', '.join(unused[:5])}{more} in this step, and "
+                f"no rank had a gradient for {listed(unused)} in this step, and "
                 "zero_optimization.ignore_unused_parameters is false; use these parameters in the loss, freeze them "
                 "(requires_grad_(False)) before zeroengine.initialize, or set the key to true"
             )
 
-    def _edit_marks(self) -> list[int]:
-        """For each bucket, whether its values were written by somebody else on this rank since the last step."""
-        drifted = {id(m.bucket) for m in self.masters if m.drifted()}
-        return [int(b.edit != 0 or b.written() or id(b) in drifted) for b in self._sharder.buckets]
-
-    def _follow_edits(self, marks: list[int]) -> None:
-        """Edits that all ranks made alike become the truth, masters included. `marks`: agreed by the ranks. Collective if
-        any is set."""
-        edited = [b for b, mark in zip(self._sharder.buckets, marks, strict=True) if mark]
-        if not edited:
-            return
-        mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
-        table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
-        for bucket, column in zip(edited, table.unbind(1), strict=True):
-            ranks = bucket.equal or self._control.ranks
-            column = column[[self._control.ranks.index(r) for r in ranks]]
-            if not bool((column == column[0]).all()):
-                odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
-                raise DivergenceError(
-                    f"rank {self._control.ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place "
-                    f"(load_state_dict, copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ "
-                    f"from rank {ranks[0]}); make the same edit everywhere, or edit inside "
-                    "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
-                )
-            bucket.forget_edit()
-            self._follow_edit(bucket)
-
     def follow_edits(self) -> None:
         """Makes the masters follow what was written into parameters since the last step. Collective."""
-        marks = torch.tensor(self._edit_marks(), dtype=torch.int32)
-        self._control.all_reduce(marks, "edited parameters", op="max").wait()
-        self._follow_edits(marks.tolist())
-
-    def _follow_edit(self, bucket: Bucket) -> None:
-        for master in self.masters:
-            if master.bucket is bucket:
-                master.refresh()
+        self.edits.follow_now()
 
     def refresh_masters(self) -> None:
         """Makes fp32 masters follow the values (weights were loaded or edited without optimizer state)."""

@@ -11,21 +11,42 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroengine.comm.alike import find_difference
+from zeroengine.comm.alike import digest_of_lines, find_difference
 from zeroengine.comm.protocol import Communicator
 
-MARK_BITS = 31  # of a digest that travels among a step's marks, which are int32 of either sign
+_MARK_BITS = 31  # of a digest that travels among a step's marks, which are int32 of either sign
+
+Numbers = list[tuple[int, str, Any]]
+"""(parameter group, name, number or tuple of numbers)."""
+
+
+class OptionsDigest:
+    """A number that tells options of parameter groups apart. Made anew where an option has changed: few do in a step, most in none."""
+
+    def __init__(self) -> None:
+        self._known: Numbers = []
+        self._value = digest_of_lines([], _MARK_BITS)
+
+    def of(self, groups: Iterable[Mapping[str, Any]]) -> int:
+        """That of the options as they are now."""
+        numbers = _numbers(groups)
+        if numbers != self._known:
+            self._known, self._value = numbers, digest_of_lines(_lines(numbers), _MARK_BITS)
+        return self._value
 
 
 def option_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """One line for each number among the options of each group, as they are now."""
-    lines = []
-    for number, group in enumerate(groups):
-        for name, value in group.items():
-            shown = _number(value)
-            if shown is not None:
-                lines.append(f"{name} of parameter group {number} = {shown}")
-    return lines
+    return _lines(_numbers(groups))
+
+
+def _lines(numbers: Numbers) -> list[str]:
+    return [f"{name} of parameter group {group} = {number!r}" for group, name, number in numbers]
+
+
+def _numbers(groups: Iterable[Mapping[str, Any]]) -> Numbers:
+    found = ((i, name, _number(value)) for i, group in enumerate(groups) for name, value in group.items())
+    return [(i, name, number) for i, name, number in found if number is not None]
 
 
 def leaf_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -49,11 +70,12 @@ def first_difference(lines: list[str], control: Communicator) -> str:
     return f"rank {me}: not the same on all ranks: here {lines[found.at]}, and ranks {odd} differ from rank {control.ranks[0]}"
 
 
-def _number(value: Any) -> str | None:
+def _number(value: Any) -> Any:
+    """`value` if it is a number, or several; else None."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return repr(value.item())
+        return value.item()
     if isinstance(value, (bool, int, float)):
-        return repr(value)
+        return value
     if isinstance(value, (tuple, list)) and value and all(isinstance(v, (int, float)) for v in value):
-        return repr(tuple(value))
+        return tuple(value)
     return None

@@ -86,7 +86,7 @@ class Parts:
                     "no gradient here; call engine.destroy() and zeroengine.initialize with it"
                 )
             if id(p) in self._taken:
-                raise ConfigError(f"parameter '{slot.name}' is in parameter group {self._taken[id(p)]} already")
+                raise ConfigError(f"parameter '{slot.name}' is in parameter group {self._taken[id(p)]} already; give it in one group only")
         self._add_whole(self._choose([group]))
         return self.take([group])[0]
 

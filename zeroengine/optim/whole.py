@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-from zeroengine.offload.home import Home, Memory, at_hand
+from zeroengine.offload.home import Home, Memory, at_hand, stub
 from zeroengine.offload.placement import Placement
 from zeroengine.optim.update import FlatMaster
 from zeroengine.zero.experts import is_stack, mark_stack
 from zeroengine.zero.layout import ParamSpec
-from zeroengine.zero.residency import stub_for
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Member:
     def hide(self) -> None:
         if self.view is not None:
             self.view.grad = None
-            self.view.data = stub_for(self.spec.shape, self.master.flat.dtype, self.master.flat.device)
+            self.view.data = stub(self.spec.shape, self.master.flat.dtype, self.master.flat.device)
 
 
 Range = Callable[[Member, Cut], Tensor]
@@ -86,7 +85,7 @@ class WholeUpdate:
             view: nn.Parameter | None = None
             home: Home = Memory()
             if owner == comm.rank:
-                view = nn.Parameter(stub_for(spec.shape, master.flat.dtype, master.flat.device))
+                view = nn.Parameter(stub(spec.shape, master.flat.dtype, master.flat.device))
                 mark_stack(view, is_stack(master.bucket.params[index]))
                 home = master.bucket.placement.more_state(f"optimizer state of {spec.name}", tuple)
             member = Member(master, spec, owner, tuple(_cuts(master, spec)), view, home)

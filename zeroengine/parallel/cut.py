@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import ConfigError
-from zeroengine.parallel.hf import SharedSequences, batch_shape
+from zeroengine.parallel.hf import SharedSequences, batch_shape, leave_out_cache
 from zeroengine.parallel.hf_attention import RunningBatch
 from zeroengine.parallel.masks import documents_from_positions
 
@@ -23,8 +23,7 @@ class CutSequences(SharedSequences):
 
     def _call(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         batch, local = batch_shape(inputs)
-        if inputs.pop("past_key_values", None) is not None:
-            raise ConfigError("a cache cannot run over a shared sequence; leave past_key_values out")
+        leave_out_cache(inputs, self._accepted)
         positions, mask = inputs.get("position_ids"), inputs.pop("attention_mask", None)
         if positions is None and "position_ids" in self._accepted:
             raise ConfigError(
@@ -37,8 +36,6 @@ class CutSequences(SharedSequences):
                 'sequence_parallel.batches is "cut": give shift_labels, the labels of the next tokens, cut like input_ids; a rank does '
                 "not know the token after its last one"
             )
-        if "use_cache" in self._accepted:
-            inputs["use_cache"] = False
         documents = self._documents(batch, local, positions, mask)
         output = self._attend(model, inputs, RunningBatch(self.group.layout(local * self.group.size), documents))
         self._note_open(model, output)

@@ -222,13 +222,10 @@ def cut_batch(inputs: Mapping[str, Any], group: SequenceGroup, accepted: frozens
     batch, length = batch_shape(given)
     running = RunningBatch(group.layout(length), _documents(given, batch, length))
     given.pop("attention_mask", None)
-    if given.pop("past_key_values", None) is not None:
-        raise ModelError("a cache cannot run over a shared sequence; leave past_key_values out")
+    leave_out_cache(given, accepted)
     if "position_ids" in accepted and given.get("position_ids") is None:
         device = next(v.device for v in given.values() if isinstance(v, Tensor))
         given["position_ids"] = torch.arange(length, device=device)[None].expand(batch, -1)
-    if "use_cache" in accepted:
-        given["use_cache"] = False
     return {name: cut_tokens(name, value, running.layout, group.rank, batch) for name, value in given.items()}, running
 
 
@@ -242,6 +239,14 @@ def cut_tokens(name: str, value: Any, layout: SequenceLayout, rank: int, batch: 
             "sequence; set mesh.cp to 1"
         )
     return layout.shard(value, rank)
+
+
+def leave_out_cache(inputs: dict[str, Any], accepted: frozenset[str]) -> None:
+    """Makes a model that is called with `inputs` keep no keys and values for later tokens. Raises `ConfigError` if some are given."""
+    if inputs.pop("past_key_values", None) is not None:
+        raise ConfigError("a cache cannot run over a shared sequence; leave past_key_values out")
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
 
 
 def predicts_next(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeroengine.errors import ModelError
 from zeroengine.parallel.random_regions import RandomRegion
 from zeroengine.parallel.tensor_ops import Region
-from zeroengine.zero.sharder import in_backward
+from zeroengine.zero.hooks import in_backward
 
 
 @dataclass(frozen=True)

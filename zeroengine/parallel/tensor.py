@@ -126,7 +126,7 @@ class TensorParallel:
             features = weight.shape[0 if outer != _transposed(module) else 1]
             if features % size and not self._few_key_heads(modules, name):
                 side = "output" if outer else "input"
-                raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'")
+                raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'; give mesh.tp another value")
         if self.region.splits:
             blocks = [layer for segment in self._segments for layer in segment.layers]
             for name, style in self.plan.styles.items():
@@ -170,7 +170,7 @@ class TensorParallel:
             why = f"the plan splits {len(heads) or 'no'} layers along the vocabulary"
         elif _rows(modules[heads[0]]) % self.comm.size:
             why = f"mesh.tp {self.comm.size} does not divide the {_rows(modules[heads[0]])} outputs of '{heads[0]}'"
-        elif self._tied_elsewhere(model, heads[0], modules[heads[0]]):
+        elif self._tied_elsewhere(model, modules[heads[0]]):
             why = f"the weight of '{heads[0]}' is also that of a layer that is not split along the vocabulary"
         if why:
             raise ConfigError(f"tensor_parallel.loss_parallel: {why}; set it to false")
@@ -208,7 +208,7 @@ class TensorParallel:
         if style in ("column", "column_gather", "fused", "row"):
             self._linear(model, name, module, style)
         elif style == "vocabulary":
-            if not self._tied_elsewhere(model, name, module) and not _rows(module) % self.comm.size:
+            if not self._tied_elsewhere(model, module) and not _rows(module) % self.comm.size:
                 self._vocabulary(name, module)
         elif style == "partial":
             for p in module.parameters():
@@ -222,7 +222,7 @@ class TensorParallel:
         transposed, size, rank = _transposed(module), self.comm.size, self.comm.rank
         outer = style != "row"
         dim = 0 if outer != transposed else 1
-        if style == "column_gather" and (whole_shape(weight)[dim] % size or self._tied_elsewhere(model, name, module)):
+        if style == "column_gather" and (whole_shape(weight)[dim] % size or self._tied_elsewhere(model, module)):
             return  # stays whole and equal on every rank
         parent = name.rpartition(".")[0]
         entry = None if self.region.splits else self._entries.setdefault(parent, Entry(self.region))
@@ -257,7 +257,7 @@ class TensorParallel:
         forward = _column_forward if outer else _row_forward
         module.__class__ = type(f"{'Column' if outer else 'Row'}{base.__name__}", (base,), {"forward": forward})
 
-    def _tied_elsewhere(self, model: nn.Module, name: str, module: nn.Module) -> bool:
+    def _tied_elsewhere(self, model: nn.Module, module: nn.Module) -> bool:
         """The weight is shared with a layer that the plan does not split in the same way."""
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is module.weight]
         names = next((list(self._ties[n]) for n in names if n in self._ties), names)
@@ -291,7 +291,9 @@ class TensorParallel:
             return
         dim, sections = {"packed": (1, 2), "column": (1, 1), "row": (2, 1)}[style]
         if param.shape[dim] % (sections * self.comm.size):
-            raise ConfigError(f"mesh.tp {self.comm.size} does not divide dimension {dim} of '{name}', {tuple(param.shape)}")
+            raise ConfigError(
+                f"mesh.tp {self.comm.size} does not divide dimension {dim} of '{name}', {tuple(param.shape)}; give mesh.tp another value"
+            )
         _cut(param, TensorShard.over(self.comm, dim, sections))
 
     def _sum_gradient(self, name: str, param: nn.Parameter) -> None:

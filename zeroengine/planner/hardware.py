@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zeroengine.errors import ConfigError
+from zeroengine.wording import bytes_of
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,7 @@ def find_hardware(text: str) -> Hardware:
 
 def parse_memory(text: str) -> float:
     """ "80GB", "16GiB", "512MiB" or a number, in bytes. Raises `ConfigError`."""
-    units = {"GIB": 2**30, "MIB": 2**20, "TIB": 2**40, "GB": 1e9, "MB": 1e6, "TB": 1e12, "B": 1.0}
-    upper = text.strip().upper()
-    for unit, factor in units.items():
-        if upper.endswith(unit):
-            upper, scale = upper.removesuffix(unit), factor
-            break
-    else:
-        scale = 1.0
-    try:
-        size = float(upper) * scale
-    except ValueError:
-        size = -1.0
-    if not 0 < size < float("inf"):
+    size = bytes_of(text)
+    if size is None:
         raise ConfigError(f"{text!r} is no size of memory; write 80GB or 16GiB")
-    return size
+    return float(size)

@@ -10,6 +10,7 @@ from zeroengine.config import Config, resolve_batch
 from zeroengine.errors import ConfigError
 from zeroengine.planner.hardware import Hardware
 from zeroengine.planner.stage import Shape
+from zeroengine.zero.policy import policy_for
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Choices:
                             yield {
                                 "recompute": again, "offload": offload, "schedule": schedule, "sequence_parallel": splits,
                                 "attention": attention,
-                                "offload_values": offload if stage == 3 else "none",
+                                "offload_values": offload if policy_for(stage).shard_params else "none",
                             }  # fmt: skip
 
 

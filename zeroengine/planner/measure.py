@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import platform
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from zeroengine.errors import RankError
 from zeroengine.offload.buffers import host_bytes
-from zeroengine.ops.aio import READ, WRITE, file_io, sums_for
+from zeroengine.ops.aio import NOT_OFFERED, READ, WRITE, file_io, sums_for
 from zeroengine.planner.hardware import Hardware
 from zeroengine.planner.passes import Ledger
 
@@ -177,9 +176,9 @@ def _opened(path: str) -> int:
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in NOT_OFFERED:
             raise RankError(f"zerorun plan --measure: {path}: {error.strerror}; give a folder for its file with --nvme-path") from error
-        return os.open(path, flags, 0o600)  # a file system without direct access
+        return os.open(path, flags, 0o600)
 
 
 def _operation(device: torch.device, together: Callable[[Callable[[], object]], float]) -> float:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
-from zeroengine.parallel.hf import is_transformers_model
-from zeroengine.pipeline.module import PipelineModule
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,3 @@ def from_factory(
 ) -> ModelSource:
     """A source that calls `factory`; see `find_model`."""
     return ModelSource(name or getattr(factory, "__name__", "model"), factory, inputs, frozenset(inspect.signature(factory).parameters))
-
-
-def is_pipeline_ready(source: ModelSource, model: nn.Module) -> bool:
-    """Whether the model can be cut into stages: by its own factory, or at its list of blocks."""
-    return source.takes_stages or isinstance(model, PipelineModule) or is_transformers_model(model)

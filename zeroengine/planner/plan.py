@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,19 +102,19 @@ class Planner:
             message = max(p.forward_bytes for p in passes)
             timeline = run_schedule(schedule, times, sending_time("pipeline.send", message, 1.0, mesh.degrees, job.hardware))
         found = tuple(
-            self._rank_plan(rank, facts, loose, layout, settings, accumulation, chain, timeline)
+            self._rank_plan(rank, facts, loose, settings, accumulation, chain, timeline)
             for rank, (facts, loose) in zip(ranks, described, strict=True)
         )
         moments = moments_of(job.optimizer)
         running = timeline.duration if timeline is not None else accumulation * sum(times[0])
         exposed = max(
-            exposed_time(*self._data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline, layout), layout.ep)
+            exposed_time(*self._data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep)
             for r in found
         )
         update = max(update_time(r.facts, moments, job.hardware) for r in found)
         time = StepTime(running, accumulation * inside, timeline.bubble if timeline is not None else 0.0, exposed, update)
         made = Plan(layout, accumulation, mesh.degrees, found, time, timeline)
-        return Plan(layout, accumulation, mesh.degrees, found, time, timeline, self._lacks(made))
+        return replace(made, why_not=self._lacks(made))
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Planner:
         return rank.facts(torch.device(self.job.hardware.device), settings, mesh)
 
     def _rank_plan(
-        self, rank: PaperRank, facts: list[BucketFacts], loose: int, layout: Layout, settings: Config, accumulation: int,
+        self, rank: PaperRank, facts: list[BucketFacts], loose: int, settings: Config, accumulation: int,
         chain: Chain, timeline: Timeline | None,
     ) -> RankPlan:  # fmt: skip
         moments, hardware = moments_of(self.job.optimizer), self.job.hardware
@@ -204,10 +204,9 @@ def _own(passes: list[StagePass], timeline: Timeline | None, place: int) -> Iter
     return passes if timeline is None else [p for p in passes if timeline.schedule.placement[p.stage] == place]
 
 
-def _backward(times: list[tuple[float, float]], rank: RankPlan, timeline: Timeline | None, layout: Layout) -> float:
-    """Seconds of backward beside which gradients of a step can travel: of each micro-batch where they are sharded, else of one."""
-    mine = [t for s, t in enumerate(times) if timeline is None or timeline.schedule.placement[s] == rank.place]
-    return sum(b for _, b in mine)
+def _backward(times: list[tuple[float, float]], rank: RankPlan, timeline: Timeline | None) -> float:
+    """Seconds of one micro-batch's backward in the rank's stages, beside which gradients can travel."""
+    return sum(b for s, (_, b) in enumerate(times) if timeline is None or timeline.schedule.placement[s] == rank.place)
 
 
 def _add_messages(sent: dict[str, float], timeline: Timeline, passes: list[StagePass], place: int, labels: float) -> None:

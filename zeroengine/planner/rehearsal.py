@@ -80,7 +80,7 @@ def _chain(ranks: list[PaperRank], source: ModelSource, batch: int, sequence: in
         given = source.inputs(batch, sequence)
     size = float(sum(t.nbytes for t in given.values()))
     for rank in ranks:
-        even_routes(rank.module, rank.experts)
+        even_routes(rank.module)
     first = by_stage[0]
     if not isinstance(first.module, PipelineModule):
         return Chain([StagePass(0, _whole(first, source, given))], size)
@@ -116,7 +116,7 @@ def _whole(rank: PaperRank, source: ModelSource, given: dict[str, Tensor]) -> Pa
         return [loss_of(output)]
 
     with source.fake:
-        return _over_blocks(model, _blocks(model), lambda: count_pass(run, model.parameters(), given.values(), rank.fabric))
+        return _over_blocks(_blocks(model), lambda: count_pass(run, model.parameters(), given.values(), rank.fabric))
 
 
 def _one_stage(
@@ -155,7 +155,7 @@ def _one_stage(
     params = [p for n, p in module.named_parameters() if _belongs(module, n, stage)]
     known_tensors = [t for t in tree_leaves((tree, labels)) if isinstance(t, Tensor)]
     with source.fake:
-        counted = _over_blocks(owner, blocks, lambda: count_pass(run, params, known_tensors, rank.fabric))
+        counted = _over_blocks(blocks, lambda: count_pass(run, params, known_tensors, rank.fabric))
     result = counted, None if last else outputs[0]
     if key is not None:
         known[key] = result
@@ -203,7 +203,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
     return type(block).__name__, getattr(block, "attention_type", None), shapes
 
 
-def _over_blocks(model: nn.Module, blocks: _Blocks | None, count: Callable[[], Pass]) -> Pass:
+def _over_blocks(blocks: _Blocks | None, count: Callable[[], Pass]) -> Pass:
     """The pass over all blocks from runs over one or two of each kind."""
     if blocks is None or len(blocks.real) < 2:
         return count()

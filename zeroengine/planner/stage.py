@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroengine.config import Config
 from zeroengine.engine.accounting import BucketFacts
-from zeroengine.engine.experts import ExpertParallel, groups_of, spread_experts
+from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import gradient_rule, offload_rules, sharding_rule
 from zeroengine.engine.parallel import share_layers, share_sequences
 from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences
@@ -59,7 +59,6 @@ class PaperRank:
     fabric: PaperFabric
     settings: Config
     sequences: SharedSequences | None = None
-    experts: ExpertParallel | None = None
     sharing: StageSharing | None = None
 
     def facts(self, device: torch.device, settings: Config | None = None, mesh: Mesh | None = None) -> tuple[list[BucketFacts], int]:
@@ -137,15 +136,15 @@ class Workshop:
             layers = share_stage_layers(stages, settings, mesh, mesh.everyone)
             stage_sequences = share_stage_sequences(stages, settings, mesh, trains=True)
             sharing = StageSharing(None if layers is None else layers.region, stage_sequences)
-            experts = spread_experts(stages, settings, mesh, groups_of(mesh), True, layers, stage_sequences)
+            spread_experts(stages, settings, mesh, groups_of(mesh), True, layers, stage_sequences)
             model = stages
         else:
             layers = share_layers(model, settings, mesh)
             sequences = share_sequences(model, settings, mesh, layers)
-            experts = spread_experts(model, settings, mesh, groups_of(mesh), False, layers, sequences)
+            spread_experts(model, settings, mesh, groups_of(mesh), False, layers, sequences)
         with source.fake:
             _cast(model, settings, mesh)
-        return PaperRank(rank, model, mesh, fabric, settings, sequences, experts, sharing)
+        return PaperRank(rank, model, mesh, fabric, settings, sequences, sharing)
 
     def _split(self, model: nn.Module, shape: Shape, place: int) -> PipelineModule:
         with self.source.fake:
@@ -177,7 +176,7 @@ def recompute(model: nn.Module) -> None:
     enable()
 
 
-def even_routes(model: nn.Module, experts: ExpertParallel | None) -> None:
+def even_routes(model: nn.Module) -> None:
     """Replaces what depends on the values of tokens: every expert gets the same number of them. For a rehearsal."""
     for module in convert(model).values():  # the engine leaves them alone
         if module.is_plain:

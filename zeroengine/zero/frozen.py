@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.wording import listed
 from zeroengine.zero.edits import digest
 
 
@@ -69,5 +70,5 @@ class FrozenEdits:
                 differs = (table != table[0]).any(0).tolist()
                 odd = [name for (name, _), flag in zip(edited, differs, strict=True) if flag]
                 if odd:
-                    return ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else "")
+                    return listed(odd)
         return None

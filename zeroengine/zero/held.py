@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError
+from zeroengine.offload.home import stub
 from zeroengine.zero.host import HeapTrimmer, host_memory
 from zeroengine.zero.pool import storage_users
-from zeroengine.zero.residency import ReleasedParameter, Slot, slot_of, stub_for
+from zeroengine.zero.residency import ReleasedParameter, Slot, slot_of
 
 _ALONE = storage_users(torch.empty(1))
 _ONLY_OURS = 2  # references to a parameter that nobody else knows: the list of whole ones, and the argument of getrefcount
@@ -73,7 +74,7 @@ class HeldParameter:
         mine = flat[self.comm.rank * per_rank : (self.comm.rank + 1) * per_rank]
         self.shard = host_memory(per_rank, flat.dtype)
         self.shard[: mine.numel()] = mine
-        param.data = stub_for(param.shape, flat.dtype, param.device)
+        param.data = stub(param.shape, flat.dtype, param.device)
         param.__class__ = ReleasedParameter
 
     @torch.no_grad()
@@ -113,7 +114,7 @@ class HeldParameter:
         """The values belong on `device` from now on; a slice stays on the host."""
         param = self._alive()
         with torch._C.DisableTorchFunctionSubclass():
-            param.data = stub_for(param.shape, param.dtype, device) if self.shard is not None else param.data.to(device)
+            param.data = stub(param.shape, param.dtype, device) if self.shard is not None else param.data.to(device)
 
     def _alive(self) -> nn.Parameter:
         param = self.param()
@@ -237,7 +238,7 @@ class HeldGroup:
             raise ReferenceError("only a released parameter is copied by its shards")
         with torch._C.DisableTorchFunctionSubclass():
             copy = nn.Parameter(torch.empty(0, dtype=held.dtype), requires_grad=param.requires_grad)
-            copy.data = stub_for(param.shape, held.dtype, held.device)
+            copy.data = stub(param.shape, held.dtype, held.device)
         self.add(copy, held.subject)
         self._whole.pop()
         other = slot_of(copy)

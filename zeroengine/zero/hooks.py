@@ -1,9 +1,16 @@
-"""A forward hook that belongs to one module object and not to copies of it."""
+"""A forward hook that belongs to one module object and not to copies of it; whether a forward runs inside backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+
+def in_backward() -> bool:
+    """Autograd runs a backward in this thread: a forward now is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class ModuleHook:

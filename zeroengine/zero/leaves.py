@@ -38,7 +38,7 @@ def find_leaves(module: nn.Module, wanted: Mapping[str, Any] | None = None) -> d
             continue
         found[name] = list(child.modules())
     if unseen:
-        raise ConfigError(f"zero_optimization.leaf_module.names: the model has no module {', '.join(sorted(unseen))}")
+        raise ConfigError(f"zero_optimization.leaf_module.names: the model has no module {', '.join(sorted(unseen))}; correct or remove it")
     return found
 
 

@@ -82,7 +82,7 @@ def _take(target: Tensor, name: str, find: Callable[[str], Tensor | None]) -> bo
     if value is None:
         return False
     if value.shape != target.shape:
-        raise ModelError(f"'{name}' has the shape {tuple(target.shape)}, but its value {tuple(value.shape)}")
+        raise ModelError(f"'{name}' has the shape {tuple(target.shape)}, but its value {tuple(value.shape)}; give the values of this model")
     target.copy_(value)
     return True
 

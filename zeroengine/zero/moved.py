@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroengine.errors import MovedGradientError
-from zeroengine.zero.residency import METADATA, slot_of, stub_for
+from zeroengine.offload.home import stub
+from zeroengine.zero.residency import METADATA, slot_of
 
 
 class MovedGradient(Tensor):
@@ -48,7 +49,7 @@ def _flat(values: Any) -> list[Any]:
 
 def mark_for(param: nn.Parameter) -> MovedGradient:
     """The mark of `param`. Call with torch functions of subclasses disabled."""
-    mark: MovedGradient = stub_for(param.shape, param.dtype, param.device).as_subclass(MovedGradient)
+    mark: MovedGradient = stub(param.shape, param.dtype, param.device).as_subclass(MovedGradient)
     slot = slot_of(param)
     mark._name = slot.name if slot is not None else "?"
     return mark

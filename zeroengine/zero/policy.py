@@ -5,7 +5,7 @@ Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Tri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroengine.errors import ConfigError
 
@@ -17,6 +17,11 @@ class Policy:
     shard_params: bool
     shard_grads: bool
     shard_state: bool  # masters and optimizer state
+
+    def over(self, ranks: int) -> Policy:
+        """This policy in a shard group of so many ranks. The slice of the only one is the whole: its gradients are added up where they
+        stay, as where they are kept whole, and not in a second buffer."""
+        return self if ranks > 1 else replace(self, shard_grads=False)
 
 
 STAGES: dict[int, Policy] = {
@@ -31,5 +36,4 @@ def policy_for(stage: int, *, persistent: bool = False) -> Policy:
     """The row of `stage`; small parameters that stay resident (`persistent`) keep their values whole."""
     if stage not in STAGES:
         raise ConfigError(f"zero_optimization.stage is {stage}; it must be one of {sorted(STAGES)}")
-    row = STAGES[stage]
-    return Policy(False, row.shard_grads, row.shard_state) if persistent else row
+    return replace(STAGES[stage], shard_params=False) if persistent else STAGES[stage]

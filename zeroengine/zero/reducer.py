@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,33 @@ from zeroengine.zero.moved import MovedGradient, mark_for
 IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
 _PATIENCE = 1.0  # seconds; longer means that a peer cannot launch yet, and waiting for it could be a deadlock
 _POLL = 0.0002
+
+
+class Reductions(Protocol):
+    """What an engine asks of those who reduce its gradients: a `Reducer`, or those of several stages as one. See `Reducer`."""
+
+    gradients: list[BucketGradients]
+    scale: float
+    synchronize: bool
+    guided: bool
+    plain: bool
+
+    @property
+    def unfinished(self) -> bool: ...
+
+    def mark_backward(self) -> None: ...
+
+    def next_micro_batch(self) -> None: ...
+
+    def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]: ...
+
+    def count_as_used(self, bucket: Bucket, index: int) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def remove(self) -> None: ...
 
 
 class Reducer:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zeroengine.offload.home import stub
+
 _T = torch.Tensor
 
 
@@ -193,7 +195,7 @@ class ReleasedAlias(Tensor):
 
     @classmethod
     def of(cls, param: ReleasedParameter) -> ReleasedAlias:
-        alias = _T._make_subclass(cls, stub_for(param.shape, param.dtype, param.device))
+        alias = _T._make_subclass(cls, stub(param.shape, param.dtype, param.device))
         alias._param = param
         return alias
 
@@ -266,12 +268,6 @@ def _copied(param: ReleasedParameter, src: Any, non_blocking: bool = False) -> b
     return source.write(param, src)
 
 
-def stub_for(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One element (NaN where the type has one) that looks like a tensor of `shape`."""
-    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((1,) * max(len(shape), 0), fill, dtype=dtype, device=device).expand(shape)
-
-
 def show(params: Iterable[nn.Parameter], values: Iterable[Tensor]) -> None:
     """Gives parameters their values. Their class stays as it is: `activate` says who may use them as plain ones."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -285,7 +281,7 @@ def hide(params: Iterable[nn.Parameter]) -> None:
         for param in params:
             slot: Slot = param._zero  # type: ignore[attr-defined]
             if slot.stub is None:
-                slot.stub = stub_for(param.shape, slot.bucket.dtype, slot.bucket.device)
+                slot.stub = stub(param.shape, slot.bucket.dtype, slot.bucket.device)
             param.data = slot.stub
             param.__class__ = released(slot.cls)
 

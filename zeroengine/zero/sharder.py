@@ -14,18 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from zeroengine.errors import ModelError, ReleasedParameterError
 from zeroengine.offload.home import at_hand
-from zeroengine.offload.saved import SavedOther
 from zeroengine.zero.bucket import Bucket, Residency
 from zeroengine.zero.compiled import AroundCompiled, compiled_modules, is_wrapper
 from zeroengine.zero.frozen import forget_frozen
-from zeroengine.zero.hooks import ModuleHook
+from zeroengine.zero.hooks import ModuleHook, in_backward
 from zeroengine.zero.residency import ReleasedParameter, activate, deactivate, slot_of
-from zeroengine.zero.saved import Pack, SavedSlice, top_hooks
+from zeroengine.zero.saved import SavedValues
 from zeroengine.zero.window import GatherWindow
 
 GatherUnit = list[Bucket]
@@ -66,10 +64,6 @@ class _Frame:
     leaf: Bucket | None
 
 
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 class Sharder:
     """Owns the buckets whose values are sharded and the hooks on `module`."""
 
@@ -83,7 +77,7 @@ class Sharder:
         self._far = any(not b.home.in_memory for b in buckets)
         self._live: set[int] = set()  # units that may be gathered
         self._last: tuple[str, int] | None = None  # the use before: phase and unit
-        self._by_storage: dict[int, tuple[Bucket, StorageWeakRef]] = {}
+        self._saved = SavedValues(len(buckets))
         self._frames: list[_Frame] = []
         self._handles: list[Any] = []
         self._compiled: frozenset[nn.Module] = frozenset()
@@ -122,7 +116,7 @@ class Sharder:
             b.gather()
         for b in unit:
             b.wait()
-            self._remember(b)
+            self._saved.remember(b)
         if self._far:
             self._read_ahead(phase)
 
@@ -191,7 +185,7 @@ class Sharder:
         try:
             for b in buckets:
                 b.wait()
-                self._remember(b)
+                self._saved.remember(b)
                 for p in b.params:
                     activate(p)
                     active.append(p)
@@ -215,17 +209,7 @@ class Sharder:
             return "backward"
         return "train" if torch.is_grad_enabled() else "eval"
 
-    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
-        slot = slot_of(param)
-        if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
-            return False
-        bucket: Bucket = slot.bucket
-        bucket.placement.check_here()
-        bucket.release()
-        bucket.write(slot.index, values)
-        return True
-
-    # --- ValueSource (residency.py), and what autograd saves ----------------------------------------------------
+    # --- ValueSource (residency.py) -------------------------------------------------------------------------------
 
     def computing(self) -> bool:
         return bool(self._frames) or in_backward()
@@ -250,53 +234,20 @@ class Sharder:
             self._frames[-1].pinned.append(bucket)
         bucket.pins += 1  # an operation in backward has no frame, and may read another bucket as well
         try:
-            top = top_hooks()
-            # Hooks that were set inside the running module (activation checkpointing, offload of activations) get
-            # everything, as they do while the parameter's own module runs: a recomputation must save what forward saved.
-            ours = top is None or (isinstance(top[0], Pack) and top[0].owner is not self)
-            with self.saving() if ours else contextlib.nullcontext():
+            with self._saved.saving_alone(self.use):
                 yield
         finally:
             bucket.pins -= 1
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which tensors that autograd saves and that lie in a bucket are saved as `SavedSlice`s."""
-        # Only the innermost pair of hooks is called, so what is not ours goes on to the pair that was innermost before.
-        outer = top_hooks()
-        unpack_other: Callable[[Any], Tensor] = outer[1] if outer else SavedOther.unpack
-
-        def unpack(packed: Any) -> Tensor:
-            if type(packed) is SavedSlice:
-                return self._restore(packed)
-            return unpack_other(packed)
-
-        return torch.autograd.graph.saved_tensors_hooks(Pack(self, self.bucket_of, outer[0] if outer else SavedOther), unpack)
-
-    def bucket_of(self, t: Tensor) -> Bucket | None:
-        """The bucket in whose gathered values `t` lies, also one that was released since: as long as the memory lives
-        it holds them."""
-        found = self._by_storage.get(_storage_of(t))
-        return None if found is None or found[1].expired() else found[0]
-
-    def _remember(self, bucket: Bucket) -> None:
-        if bucket.full is None:
-            return
-        storage = bucket.full.untyped_storage()
-        if len(self._by_storage) > 2 * len(self.buckets) + 16:
-            self._by_storage = {k: v for k, v in self._by_storage.items() if not v[1].expired()}
-        self._by_storage[_storage_of(bucket.full)] = (bucket, StorageWeakRef(storage))
-
-    def _restore(self, saved: SavedSlice) -> Tensor:
-        bucket = saved.bucket
-        if bucket.version_of(saved.offset) != saved.version:
-            raise RuntimeError(
-                f"parameters {bucket.subject} were updated or edited in place between the forward and the backward "
-                "that reads them; run backward before step"
-            )
-        self.use(bucket)
-        if bucket.full is None:
-            raise ReleasedParameterError(f"bucket {bucket.subject} belongs to an engine that was destroyed")
-        return torch.as_strided(bucket.full, saved.shape, saved.stride, saved.offset)
+    def write(self, param: ReleasedParameter, values: Tensor) -> bool:
+        slot = slot_of(param)
+        if slot is None or self._frames or in_backward() or torch.is_grad_enabled():
+            return False
+        bucket: Bucket = slot.bucket
+        bucket.placement.check_here()
+        bucket.release()
+        bucket.write(slot.index, values)
+        return True
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
@@ -382,7 +333,7 @@ class Sharder:
                 activate(p)
                 frame.active.append(p)
             if unit.buckets and torch.is_grad_enabled():
-                frame.hooks.enter_context(self.saving())
+                frame.hooks.enter_context(self._saved.saving(self.use))
 
         return enter
 
@@ -424,20 +375,10 @@ class Sharder:
         """Takes all hooks off and gives the parameters their own memory. Collective if values are sharded."""
         self._uninstall()
         self.optimizer = self.on_edit = None
-        self._by_storage.clear()
+        self._saved.forget()
         for bucket in self.buckets:
             bucket.detach()
         forget_frozen(self.module.parameters())
-
-
-def _storage_of(t: Tensor) -> int:
-    """Address of the memory of `t`, on the meta device of what stands for it; 0 for tensors without any of their own (wrappers,
-    fake tensors)."""
-    try:
-        storage = t.untyped_storage()
-        return int(storage._cdata) if t.is_meta else storage.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def _change_of(p: nn.Parameter) -> str | None:

@@ -11,6 +11,7 @@ from torch import nn
 from zeroengine.comm import get_world_size, init_distributed, is_initialized
 from zeroengine.config import BatchSizes, Config, resolve_batch
 from zeroengine.config.source import read
+from zeroengine.device import DTYPES
 from zeroengine.engine import initialize as build
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.initialize import ConfigSource
@@ -68,7 +69,7 @@ def initialize(
     if mesh_param is not None:
         raise ConfigError("deepspeed.initialize: mesh_param is not read; give the degrees in the configuration's `mesh` section")
     if dist_init_required is False and not is_initialized():
-        raise ConfigError("deepspeed.initialize: dist_init_required is false, and torch.distributed is not initialised")
+        raise ConfigError("deepspeed.initialize: dist_init_required is false, and torch.distributed is not initialised; leave it out")
     scale_config = getattr(args, "deepscale_config", None)
     if config is None and config_params is None and getattr(args, "deepspeed_config", None) is None:
         config = scale_config
@@ -88,7 +89,7 @@ def initialize(
     if asked != engine.mesh.degrees.tp:
         engine.destroy()
         raise _other_degree(asked, engine.mesh.degrees.tp)
-    if wrapped is not None and engine.zero_optimization_stage() == 3:
+    if wrapped is not None and engine.zero_optimization_partition_weights():
         wrapped.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     return engine, wrapped, loader, scheduler
 
@@ -183,4 +184,4 @@ class DeepSpeedConfig:
     @property
     def communication_data_type(self) -> torch.dtype | None:
         chosen = self.settings.communication_data_type
-        return None if chosen is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[chosen]
+        return None if chosen is None else DTYPES[chosen]

@@ -1,0 +1,34 @@
+"""Words of messages: lists that are cut off, the line of an error that tells; sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+_PREFIXES = ("", "K", "M", "G", "T")
+_UNITS = {
+    **{f"{prefix}B": 1000**i for i, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}IB": 1024**i for i, prefix in enumerate(_PREFIXES) if prefix},
+    "": 1,
+}
+
+
+def listed(items: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """`items` as text, cut off with a count when there are more than `most`."""
+    shown = separator.join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of an error's message, `most` characters at most; its class where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
+def bytes_of(text: str) -> int | None:
+    """Bytes of a size above 0 such as "80GB", "1.5 GiB" or "512"; None for anything else."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2].upper() not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2].upper()]) or None
