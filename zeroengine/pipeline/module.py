@@ -20,6 +20,7 @@ from zeroengine.pipeline.layers import (
     Tie,
     TiedLayer,
     TiedLayerSpec,
+    check_owners,
     count_parameters,
     share,
     tied_name,
@@ -54,7 +55,8 @@ class PipelineModule(nn.Module):
     `partition_method`: uniform, parameters, type:<regex>, or the measured time of each layer.
     `seed_layers`: a layer made from a spec starts from seed `base_seed` + its index, so the split does not change the model.
     `dropout_seed`: random numbers of a layer depend on it, the step, the micro-batch and the layer only.
-    `activation_checkpoint_interval`: recompute so many layers at a time in backward; 0 keeps activations.
+    `activation_checkpoint_interval`: recompute so many layers at a time in backward, which is then made in one part whatever the
+    schedule; 0 keeps activations.
     `stage_rank`: whose stages to build, for a plan; None: this process'.
     """
 
@@ -72,6 +74,7 @@ class PipelineModule(nn.Module):
         names = [s.name if isinstance(s, LayerSpec) else type(s).__name__ for s in layers]
         weights = layer_weights(partition_method, names, lambda: [count_parameters(s) for s in layers])
         self.parts = balanced(weights, len(self.placement))
+        check_owners(layers, self.stage_of_layer, loss_fn)
         self.tied = nn.Module()
         self.layers = nn.ModuleDict()
         for stage in self.local_stages:
@@ -86,9 +89,11 @@ class PipelineModule(nn.Module):
         self.num_stages = num_stages
         self.schedule_rule = find_rule(schedule)
         self.virtual_stages = self.schedule_rule.default_chunks if virtual_stages is None else virtual_stages
-        self.placement = self.schedule_rule.placement(num_stages, self.virtual_stages)
+        self.placement = self.schedule_rule.place(num_stages, self.virtual_stages)
         self.stage_rank = pipeline_rank(num_stages) if stage_rank is None else stage_rank
-        self.loss_fn, self.loss_weight = loss_fn, loss_weight
+        here = self.stage_rank == self.placement[-1] or not isinstance(loss_fn, nn.Module)
+        self.loss_fn = loss_fn if here else None  # one with weights of its own belongs to the last stage
+        self.loss_weight = loss_weight
         self.draw = 0  # set by the engine for each step
         self.split_layers, self.split_rank = range(0), 0  # layers on a split sequence, and which part this rank has
         self.splits_tokens = False  # a tensor group splits sequences
@@ -97,6 +102,12 @@ class PipelineModule(nn.Module):
     @property
     def local_stages(self) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.placement) if r == self.stage_rank)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers of this rank's stages keep no activations and run again in backward."""
+        flags = (getattr(m, "gradient_checkpointing", False) for m in self.modules())  # of transformers
+        return self.activation_checkpoint_interval > 0 or any(flag is True for flag in flags)
 
     @property
     def state_names_ties(self) -> bool:
@@ -112,6 +123,8 @@ class PipelineModule(nn.Module):
         pieces = name.split(".")
         if pieces[0] == "tied":
             return f"tied.{pieces[1]}"
+        if pieces[0] == "loss_fn":
+            return f"stage {len(self.placement) - 1}"
         return f"stage {self.stage_of_layer(int(pieces[1]))}"
 
     def stage_of_layer(self, index: int) -> int:
