@@ -160,7 +160,10 @@ class Wire:
             self._sending.popleft().wait()
 
     def _send_changed(self, layout: Layout, tensors: list[Tensor], first: Tensor, space: int, subject: str) -> None:
-        text = pickle.dumps(layout)
+        try:
+            text = pickle.dumps(layout)
+        except Exception as error:
+            raise ModelError(f"{subject}: the containers of what goes from one stage to the next must be importable: {error}") from error
         payload = torch.empty(layout.numel, dtype=torch.uint8, device=self._device)
         _pack(layout, tensors, payload)
         fits = min(space, layout.numel)
