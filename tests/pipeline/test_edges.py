@@ -282,6 +282,8 @@ def _two(rank: int, world: int, folder: str) -> dict[str, Any]:
     zeroengine.init_distributed(verbose=False)
     found: dict[str, Any] = {"shared": {name: told(make) for name, make in _shared().items()}}
     found["unlike"] = {name: told(lambda m=make, f=freezes: engine_of(_unlike(m(), f))) for name, (make, freezes) in UNLIKE.items()}
+    with zeroengine.zero.Init():
+        found["init"] = told(module)
     engine = engine_of(module(), 1, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     found["autocast"] = steps(engine)
     engine.destroy()
@@ -328,6 +330,10 @@ def test_weights_that_stages_would_train_apart_are_refused(two: list[dict[str, A
         for name in ("partial", "method", "loss"):
             assert "is a function that uses a parameter of no layer" in found[name], name
         assert found["on one stage"].startswith("no error") and found["of a whole model"].startswith("no error")
+
+
+def test_stages_are_not_built_inside_init(two: list[dict[str, Any]]) -> None:
+    assert all("build the module outside of it" in r["init"] for r in two)
 
 
 @pytest.mark.parametrize("name", UNLIKE)

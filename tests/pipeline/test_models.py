@@ -95,7 +95,9 @@ def _train_llama(rank: int, world: int, stage: int, chunks: int) -> Any:
     from zeroengine.pipe import split_causal_lm
 
     zeroengine.init_distributed(verbose=False)
-    model = split_causal_lm(_llama(), world, schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
+    with zeroengine.zero.Init(enabled=stage == 3):
+        whole = _llama()
+    model = split_causal_lm(whole, world, schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
     engine, *_ = zeroengine.initialize(model=model, config=common.config(stage, 2))
     losses = [float(engine.train_batch(iter(_texts(step, 2)))) for step in range(2)]
     return losses, engine.full_state_dict(), float(engine.eval_batch(iter(_texts(9, 2)), 2))

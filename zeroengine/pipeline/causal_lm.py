@@ -26,6 +26,7 @@ from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule
+from zeroengine.zero.held import claim
 
 
 class _PassBlock(nn.Module):
@@ -131,6 +132,7 @@ class PipelinedCausalLM(PipelineModule):
     ) -> None:  # fmt: skip
         _check_loss(model)
         nn.Module.__init__(self)
+        claim(list(model.parameters()))
         self._configure(num_stages, schedule, virtual_stages, mean_loss, count_targets, stage_rank)
         self.dropout_seed, self.activation_checkpoint_interval = None, 0
         self.config, self.source_architecture = getattr(model, "config", None), type(model).__name__
@@ -396,5 +398,6 @@ def split_causal_lm(
 ) -> PipelinedCausalLM:  # fmt: skip
     """Cuts a Hugging Face causal LM, whole in memory on every rank, into `num_stages` ranks' stages at its list of blocks.
     `partition_method` weighs blocks; `stage_rank`: whose stages to keep, for a plan (default: this process'). The stages are
-    compared with the whole model first; raises `ModelError` where they differ."""
+    compared with the whole model first; raises `ModelError` where they differ. A model that was built inside `zero.Init` becomes whole,
+    which is collective."""
     return PipelinedCausalLM(model, num_stages, schedule, virtual_stages, partition_method, stage_rank)

@@ -27,6 +27,7 @@ from zeroengine.pipeline.layers import (
 )
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule, find_rule
+from zeroengine.zero.residency import slot_of
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeight = Callable[[Any], Any]
@@ -42,6 +43,13 @@ def pipeline_rank(ranks: int) -> int:
     if world % ranks:
         raise ModelError(f"num_stages={ranks} does not divide the {world} ranks of the job")
     return dist.get_rank() // (world // ranks)
+
+
+def _inside_init() -> bool:
+    """Whether parameters are cut over all ranks as they are built (`zero.Init`)."""
+    probe = nn.Module()
+    probe.register_parameter("probe", nn.Parameter(torch.empty(1)))
+    return slot_of(probe.get_parameter("probe")) is not None
 
 
 class PipelineModule(nn.Module):
@@ -68,6 +76,11 @@ class PipelineModule(nn.Module):
         stage_rank: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if num_stages > 1 and _inside_init():
+            raise ModelError(
+                "PipelineModule: zeroengine.zero.Init cuts what all ranks build, and every stage builds layers of its own; build the "
+                "module outside of it, a rank has its own stages' layers only"
+            )
         self._configure(num_stages, schedule, virtual_stages, loss_fn, loss_weight, stage_rank)
         self.dropout_seed = dropout_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval

@@ -44,7 +44,7 @@ def leaves_with_grad(tree: Any) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
 
 
-def as_input(tree: Any, subject: str) -> Any:
+def as_input(tree: Any, subject: str = "the input of the next stage") -> Any:
     """The output of a stage as the input of the next on the same rank: the same values, a graph of its own. Refuses what could
     not go to another rank."""
     pickled([leaf for leaf in tree_leaves(tree) if not isinstance(leaf, Tensor | NoneType | bool | int | float | str)], subject)

@@ -91,8 +91,8 @@ class Planner:
         mesh, _ = paper_mesh(settings, job.ranks, 0, layout.pp)
         schedule = None
         if layout.pp > 1:
-            made = find_rule(layout.schedule).build(layout.pp, accumulation, layout.virtual_stages)
-            schedule = check(whole_backward(made) if layout.recompute else made).schedule
+            steps = find_rule(layout.schedule).build(layout.pp, accumulation, layout.virtual_stages)
+            schedule = check(whole_backward(steps) if layout.recompute else steps).schedule
         ranks = self._ranks(layout, settings)
         described = [self._facts(rank, layout, settings) for rank in ranks]
         chain = self._chain(layout, ranks)
