@@ -220,7 +220,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         row = torch.tensor([ended, self.module.recomputes, *stands], dtype=torch.int64)
         told = self.mesh.everyone.exchange(row, "end of the data").view(-1, 4).amax(0).tolist()
         self._recomputes = bool(told[1])
-        if loader is not None and not self._holds_first:
+        if loader is not None and not self._holds_first and told[2] >= 0:
             loader.epoch, loader.position = told[2:]
         return bool(told[0])
 
