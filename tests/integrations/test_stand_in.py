@@ -119,3 +119,46 @@ def test_the_folder_for_the_path_does_the_same_and_reaches_children() -> None:
     )
     done = python(code, as_deepspeed()["PYTHONPATH"].split(os.pathsep)[0])
     assert done.stdout.strip() == "zeroengine.integrations.standin.calls", done.stderr
+
+
+def test_pipelines_take_deepspeeds_arguments(stand_in: None) -> None:
+    """In DeepSpeed's order and with its defaults; grids of ranks have its numbers."""
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.runtime.pipe import ProcessTopology
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+    import zeroengine.pipe
+    from zeroengine.errors import ConfigError
+
+    layers = [LayerSpec(torch.nn.Linear, 2, 2), LayerSpec(torch.nn.Tanh)]
+    loss = torch.nn.functional.mse_loss
+
+    class Mine(PipelineModule):
+        def __init__(self) -> None:
+            super().__init__(
+                layers, 1, None, loss, seed_layers=True, base_seed=5, activation_checkpoint_interval=1,
+                checkpointable_layers=["Linear"], dynamic_shape=True,
+            )  # fmt: skip
+
+    model = Mine()
+    assert isinstance(model, zeroengine.pipe.PipelineModule) and model.loss_fn is loss and model.num_pipeline_stages() == 1
+    torch.manual_seed(5)
+    assert torch.equal(model.layers["0"].weight, torch.nn.Linear(2, 2).weight)
+    torch.manual_seed(7)
+    drawn = torch.nn.Linear(2, 2).weight
+    torch.manual_seed(7)
+    assert torch.equal(PipelineModule(layers, topology=PipeDataParallelTopology(1, 1)).layers["0"].weight, drawn)
+    for arguments, reason in (
+        ({}, "needs num_stages or a topology"),
+        ({"topology": PipeModelDataParallelTopology(1, 2, 1)}, "mesh.tp"),
+        ({"topology": ProcessTopology(["data", "pipe"], [1, 1])}, "`pipe` is the outermost"),
+        ({"num_stages": 1, "seed_layers": True, "seed_fn": print}, "seed_fn"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            PipelineModule(layers, **arguments)
+    grid = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert grid.world_size() == 8 and grid.get_rank(pipe=1, data=0, model=1) == 5 and grid.get_coord(6) == (1, 1, 0)
+    assert (grid.get_dim("model"), grid.get_dim("other")) == (2, 0)
+    assert grid.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.filter_match(pipe=0, model=1) == [1, 3] and grid.get_axis_list("data", 1) == [2, 3, 6, 7]

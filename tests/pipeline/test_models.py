@@ -95,7 +95,9 @@ def _train_llama(rank: int, world: int, stage: int, chunks: int) -> Any:
     from zeroengine.pipe import split_causal_lm
 
     zeroengine.init_distributed(verbose=False)
-    model = split_causal_lm(_llama(), world, schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
+    with zeroengine.zero.Init(enabled=stage == 3):
+        whole = _llama()
+    model = split_causal_lm(whole, world, schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
     engine, *_ = zeroengine.initialize(model=model, config=common.config(stage, 2))
     losses = [float(engine.train_batch(iter(_texts(step, 2)))) for step in range(2)]
     return losses, engine.full_state_dict(), float(engine.eval_batch(iter(_texts(9, 2)), 2))
@@ -222,18 +224,47 @@ def test_what_is_refused(make: Any, reason: str) -> None:
 
 
 def test_a_model_that_can_not_be_cut_is_refused() -> None:
-    """One that scales its inputs_embeds would scale the hidden states at every border."""
+    """One of whose blocks looks at the embeddings once more, which only the first stage has."""
     from zeroengine.pipe import split_causal_lm
 
-    model = _llama()
-
-    def scale(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("inputs_embeds")
-        return args, kwargs if given is None else {**kwargs, "inputs_embeds": given * 2}
-
-    model.model.register_forward_pre_hook(scale, with_kwargs=True)
-    with pytest.raises(ModelError, match="can not be cut"):
+    model, kept = _llama(), []
+    model.model.register_forward_pre_hook(lambda m, args: kept.clear())
+    model.model.embed_tokens.register_forward_hook(lambda m, args, output: kept.append(output))
+    model.model.layers[3].register_forward_pre_hook(lambda m, args: (args[0] + kept[0], *args[1:]) if kept else None)
+    with pytest.raises(ModelError, match="can not be cut.*give another result"):
         split_causal_lm(model, 1, schedule="interleaved", virtual_stages=2)
+    model.model.layers[3].register_forward_pre_hook(lambda m, args: [][0] if not kept else None)
+    with pytest.raises(ModelError, match=r"can not be cut.*a part of it fails by itself \(IndexError"):
+        split_causal_lm(model, 1, schedule="interleaved", virtual_stages=2)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {  # what they compute beside their blocks
+    "Gemma2": {"head_dim": 8, "sliding_window": 3},  # scales embeddings, caps logits
+    "Granite": {"embedding_multiplier": 2.0, "logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.25},
+    "OPT": {"ffn_dim": 24, "word_embed_proj_dim": 8, "max_position_embeddings": 32},  # projects on both ends
+    "Bloom": {},  # a norm of the embeddings
+    "Mamba": {"state_size": 4},  # asks the head for its type
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_models_do_beside_their_blocks(family: str) -> None:
+    """Stages compute what the whole model does, or `split_causal_lm` raises; nothing but tied embeddings is on two of them."""
+    transformers = pytest.importorskip("transformers")
+    from zeroengine.pipe import split_causal_lm
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "pad_token_id": 0}
+    if family not in ("OPT", "Bloom", "Mamba"):
+        sizes |= {"intermediate_size": 24, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    module = split_causal_lm(model, 1, schedule="interleaved", virtual_stages=4)
+    assert [t.stages for t in module.ties] == ([(0, 3)] if model.config.tie_word_embeddings else [])
+    module.eval(), model.eval()
+    given = {"input_ids": torch.randint(1, 32, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
+    assert torch.allclose(module(given), model(**given).logits, atol=1e-5)
 
 
 def _idle_stage(rank: int, world: int, cases: list[tuple[int, str]]) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,7 +20,7 @@ from zeroengine.pipeline.actions import Action, Kind, Schedule, ScheduleError
 from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.draw import as_text, as_trace
 from zeroengine.pipeline.lowering import lower
-from zeroengine.pipeline.schedules import SCHEDULES, find_rule, forward_schedule, schedule_rule
+from zeroengine.pipeline.schedules import SCHEDULES, find_rule, forward_schedule, schedule_rule, whole_backward
 from zeroengine.pipeline.simulate import Costs, ideal_bubble, simulate
 
 
@@ -243,10 +245,57 @@ def test_a_users_own_schedule_is_one_function() -> None:
     assert simulate(checked.schedule).bubble == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", ["1f1", "no.such.module:x", f"{__name__}:legal"])
-def test_names_that_are_none(name: str) -> None:
-    with pytest.raises(ScheduleError, match="did you mean '1f1b'|No module|schedule_rule"):
+@pytest.mark.parametrize("name", ["1f1", "no.such.module:x", f"{__name__}:legal", "x", legal, None])
+def test_names_that_are_none(name: Any) -> None:
+    with pytest.raises(ScheduleError, match="did you mean '1f1b'|No module|schedule_rule|'x' is not known. It is one of"):
         find_rule(name)
+
+
+def _each(*kinds: Kind) -> Any:
+    """A user's function: every rank does these for one micro-batch after the other."""
+    return lambda ranks, micro, chunks: [[Action(k, r, i) for i in range(micro) for k in kinds] for r in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("orders", "reason"),
+    [
+        (lambda *numbers: None, "is NoneType; it must be one list of actions for each rank"),
+        (lambda *numbers: one_by_one.orders(*numbers)[1:], "has lists for 1 ranks, not 2"),
+        (lambda *numbers: one_by_one.orders(*numbers)[::-1], "rank 0 has F0@1, but stage 1 is not on it"),
+        (lambda ranks, micro, chunks: one_by_one.orders(ranks, micro + 1, 1), "rank 0 has F3@0, but there are micro-batches 0 to 2"),
+        (lambda ranks, micro, chunks: one_by_one.orders(ranks, micro - 1, 1), "F2@0 is there 0 times"),
+        (lambda ranks, micro, chunks: [[("F", r, 0)] for r in range(ranks)], "rank 0: .* is no computation"),
+        (_each(Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.BACKWARD), "SA0@0 is no computation; sends, receives and marks are added"),
+        (_each(Kind.FORWARD, Kind.WEIGHT, Kind.INPUT), "rank 1 at W0@1 waits for I0@1"),
+        (_each(Kind.FORWARD, Kind.INPUT), "W0@0 is there 0 times"),
+        (_each(Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT), "W0@0 is there 2 times"),
+    ],
+)
+def test_a_wrong_one_of_a_user_is_refused_with_the_reason(orders: Any, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason):
+        check(schedule_rule("wrong")(orders).build(2, 3))
+
+
+@pytest.mark.parametrize("placement", [lambda r, c: (0,) * r, lambda r, c: (), lambda r, c: (0, 5)])
+def test_a_rank_without_a_stage_is_refused(placement: Any) -> None:
+    with pytest.raises(ScheduleError, match="places its stages on ranks .*; each of 0 to 1 must have one"):
+        schedule_rule("nowhere", placement)(one_by_one.orders).build(2, 3)
+
+
+@pytest.mark.parametrize("numbers", [(0, 4), (2.0, 4), (2, 0), (2, 4, 0), (2, 4, 2)])
+def test_numbers_that_no_schedule_has(numbers: Any) -> None:
+    with pytest.raises(ScheduleError, match="it is a whole number, at least 1|has 1 stage"):
+        SCHEDULES["1f1b"].build(*numbers)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+def test_backward_in_one_part(name: str) -> None:
+    """For stages that compute their activations again: complete, and no rank holds more."""
+    parts = check(SCHEDULES[name].build(4, 8))
+    whole = check(whole_backward(parts.schedule))
+    kinds = {a.kind for rank in range(4) for a in whole.schedule.compute(rank)}
+    assert kinds == {Kind.FORWARD, Kind.BACKWARD}
+    assert all(w <= p for w, p in zip(whole.peak_live, parts.peak_live, strict=True))
 
 
 @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)])
@@ -264,6 +313,20 @@ def test_the_command_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert len(events) == 4 * 16 and max(e["ts"] + e["dur"] for e in events) == 33 * 1000
     assert main(["schedule", "--name", "dualpipe-v", "--micro-batches", "2"]) == 2
     assert "at least 8" in capsys.readouterr().err
+    for output in (tmp_path / "none" / "trace.json", tmp_path / "none" / "picture.png", tmp_path / "picture.txt", tmp_path):
+        assert main(["schedule", "--output", str(output)]) == 2
+        assert str(output) in capsys.readouterr().err
+    for wrong in (["--width", "0"], ["--forward", "-1"], ["--message", "nan"]):
+        with pytest.raises(SystemExit):
+            main(["schedule", *wrong])
+
+
+def test_the_command_finds_a_schedule_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the console script, whose own folder is not that of the user."""
+    (tmp_path / "beside.py").write_text("from tests.pipeline.test_schedules import one_by_one\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])
+    assert main(["schedule", "--name", "beside:one_by_one", "--stages", "2"]) == 0
 
 
 def test_text_shows_every_action() -> None:

@@ -48,6 +48,21 @@ class Parallel(nn.Module):
         return self.frozen(F.scaled_dot_product_attention(q, k, x))
 
 
+class Hooked(nn.Module):
+    """Weights used in two places, below one another and side by side, whose hooks must see their whole gradient once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.beside = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.below.weight.register_hook(lambda grad: 3 * grad)
+        self.beside.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.below(torch.tanh(self.below(x)))
+        y.register_hook(lambda grad: grad / 2)
+        return self.beside(y) * torch.tanh(self.beside(y + 1))
+
+
 class Recomputed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +80,7 @@ def chain() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize("make", [chain, Twice, Loose, Parallel, Recomputed])
+@pytest.mark.parametrize("make", [chain, Twice, Loose, Parallel, Hooked, Recomputed])
 def test_equal_to_backward_in_one(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model = make()

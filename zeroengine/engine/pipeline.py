@@ -17,11 +17,13 @@ from zeroengine.config import BatchSizes, Config
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.engine import ZeroEngine
 from zeroengine.engine.experts import ExpertParallel
-from zeroengine.engine.mechanism import Mechanism, compute_dtype
+from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype
 from zeroengine.engine.parallel import reduction_factor
+from zeroengine.engine.pipeline_names import PipelineScriptMethods
 from zeroengine.engine.pipeline_stages import StageComms, StageReducers, Ties
 from zeroengine.engine.pipeline_weights import PipelineWeightMethods
 from zeroengine.errors import ConfigError, ModelError, OffloadError
+from zeroengine.logging import log_once
 from zeroengine.mesh import Mesh
 from zeroengine.moe.statistics import LayerStatistics
 from zeroengine.monitor.observer import Watch
@@ -29,17 +31,17 @@ from zeroengine.offload.inputs import inputs_on_host
 from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences, StageSharing
 from zeroengine.parallel.tensor import TensorParallel
-from zeroengine.pipeline.actions import Action, Kind
+from zeroengine.pipeline.actions import Action, Kind, Schedule
 from zeroengine.pipeline.checks import Checked, check
 from zeroengine.pipeline.executor import Executor, Run
 from zeroengine.pipeline.module import PipelineModule, zero_of
-from zeroengine.pipeline.schedules import forward_schedule
+from zeroengine.pipeline.schedules import forward_schedule, whole_backward
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
 
 
-class PipelineEngine(PipelineWeightMethods, ZeroEngine):
+class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
     """Trains a `PipelineModule`: `train_batch` and `eval_batch` take `gradient_accumulation_steps` micro-batches at once.
 
     Data is read on the rank of the first stage; labels go from there to the last stage, each with its micro-batch. `last_run` is
@@ -56,10 +58,13 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._comms, self._ties = comms, ties
         self._sharing = StageSharing(None if layers is None else layers.region, sequences)
         self._heard = sequences is None  # some stage has called the attention over a shared sequence
-        self._schedules: dict[tuple[bool, int], Checked] = {}
+        self._schedules: dict[tuple[bool, int, bool], Checked] = {}
+        self._recomputes = module.recomputes  # of all stages, from the first pass on
         self._labels: dict[int, Any] = {}
         self._factors: dict[int, float] = {}
         self._loss_sum, self._loss_factor = 0.0, 1.0
+        self._kept: dict[int, Any] | None = None  # outputs of an evaluation that wants them beside the loss
+        self._batch_function, self._given_data = None, None
         self._ran: Checked | None = None
         self.last_run: Run | None = None
         super().__init__(module, config, batch, mesh, owns_mesh, mechanism, lr_scheduler, loader, sequences, layers, experts)
@@ -73,7 +78,7 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
             _Hooks(module, mechanism, self._sharing, self.watch),
         )
         first, last = module.placement[0], module.placement[-1]
-        self._holds_first, self._holds_last = module.stage_rank == first, module.stage_rank == last
+        self._holds_first, self._holds_last = self.is_first_stage(), self.is_last_stage()
         self._label_wire: Wire | None = None
         if first != last and (self._holds_first or self._holds_last):
             peer = last if self._holds_first else first
@@ -84,13 +89,14 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `gradient_accumulation_steps` micro-batches `(inputs, labels)` from `data_iter` (default: the engine's
         loader), which is read on the first stage's ranks only; those that share layers or a sequence must read the same. Returns
-        the mean loss over all micro-batches and data-parallel ranks, on every rank. Raises StopIteration on all stages when
-        `data_iter` ends."""
+        the mean loss over all micro-batches and data-parallel ranks, on every rank. Raises StopIteration on all ranks when
+        the `data_iter` of one ends; what the step has read by then is dropped."""
         optimizer = self._need_optimizer("train_batch")
+        self.mechanism.placement.check_here()
         self.train()
         self._begin_step()
-        checked = self.schedule(self.batch.accumulation)
         feed = self._deal(data_iter, self.batch.accumulation)
+        checked = self.schedule(self.batch.accumulation)
         self._weigh(self.batch.accumulation, optimizer.scaler.scale)
         loss = self._pass(checked, feed)
         optimizer.losses.append(loss)
@@ -100,39 +106,60 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         return loss
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None, return_outputs: bool = False) -> Any:
+    def eval_batch(
+        self, data_iter: Iterator[Any], num_micro_batches: int | None = None, return_outputs: bool = False, *,
+        return_logits: bool = False, compute_loss: bool = True, reduce_output: str | None = "avg", bcast_loss: bool = True,
+    ) -> Any:  # fmt: skip
         """Forward only over the next micro-batches, in evaluation mode. Returns the mean loss on every rank; with
         `return_outputs` the list of the last stage's outputs, on its ranks (None elsewhere): of this rank's tokens where ranks
-        share a sequence."""
-        count = num_micro_batches or self.batch.accumulation
+        share a sequence. With `return_logits` (loss, outputs): of all samples one after the other if they are tensors that fit, else
+        such a list. `compute_loss=False` is another word for `return_outputs`; `reduce_output` and `bcast_loss` change nothing."""
+        count = self.batch.accumulation if num_micro_batches is None else num_micro_batches
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ConfigError(f"engine.eval_batch: num_micro_batches is {num_micro_batches!r}; it is a whole number, at least 1")
+        self.mechanism.placement.check_here()
         was_training = self.module.training
+        only_outputs = return_outputs or not compute_loss
+        self._kept = {} if return_logits and not only_outputs else None
         self.eval()
         try:
             feed = self._deal(data_iter, count)
-            if return_outputs:
+            if only_outputs:
                 self._labels = {}
                 self._factors = {}
             else:
                 self._weigh(count, 1.0)
             loss = self._pass(self.schedule(count, trains=False), feed)
+            run = self.last_run
+            outputs = self._kept if self._kept is not None else run.outputs if run is not None else {}
+            found = [outputs[i] for i in range(count)] if self.is_last_stage() and outputs else None
+            if run is not None:
+                run.outputs = {}  # whoever asked has them
         finally:
+            self._kept = None
             self.train(was_training)
-        if not return_outputs:
-            return loss
-        outputs = self.last_run.outputs if self.last_run is not None else {}
-        return [outputs[i] for i in range(count)] if self._holds_last else None
+        if only_outputs:
+            return found
+        return (loss, _as_one(found)) if return_logits else loss
 
     def schedule(self, micro_batches: int, trains: bool = True) -> Checked:
-        """The checked schedule of a step."""
-        key = (trains, micro_batches)
+        """The checked schedule of a step. Backward is in one part where a stage computes activations again."""
+        key = (trains, micro_batches, trains and self._recomputes)
         if key not in self._schedules:
             module = self.module
             if trains:
                 made = module.schedule_rule.build(module.num_stages, micro_batches, module.virtual_stages)
+                if self._recomputes:
+                    made = self._in_one_part(made)
             else:
                 made = forward_schedule(module.placement, micro_batches)
             self._schedules[key] = check(made)
         return self._schedules[key]
+
+    def _in_one_part(self, schedule: Schedule) -> Schedule:
+        if any(a.kind is Kind.WEIGHT for actions in schedule.ranks for a in actions):
+            log_once(f"schedule '{schedule.name}': layers are computed again in backward, which is therefore made in one part")
+        return whole_backward(schedule)
 
     def timeline(self) -> Timeline:
         """When each rank of this pipeline computed what in the last pass, in seconds from its start (ranks of one host share
@@ -162,14 +189,16 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         labels: dict[int, Any] = {}
         ended = False
         if self._holds_first:
-            source = data_iter if data_iter is not None else self._endless_data()
+            given_data = data_iter if data_iter is not None else self._given_data
+            source = given_data if given_data is not None else self._endless_data()
             for i in range(count):
                 given, ended = self._read(source)
                 check_same_batch(given, self.mesh.same_sample)
                 if ended:
                     break
                 feed[i], labels[i] = self._sharing.begin(i, *given)
-        if bool(self._comms.control.exchange(torch.tensor([ended]).to(torch.int64), "end of the data").any()):
+        if self._agree_on_data(ended):
+            self._sharing.clear()
             raise StopIteration(f"the data ended before {count} micro-batches were read")
         wire = self._label_wire
         if wire is not None:
@@ -183,12 +212,26 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         self._labels = labels if self._holds_last else {}
         return feed if self._holds_first else None
 
+    def _agree_on_data(self, ended: bool) -> bool:
+        """Whether the data of one pipeline of the job ended: one that went on alone would wait for the others. Tells the ranks that
+        read nothing where the engine's loader stands, for a checkpoint. Collective."""
+        loader = self.training_dataloader
+        stands = (loader.epoch, loader.position) if loader is not None and self._holds_first else (-1, -1)
+        row = torch.tensor([ended, self.module.recomputes, *stands], dtype=torch.int64)
+        told = self.mesh.everyone.exchange(row, "end of the data").view(-1, 4).amax(0).tolist()
+        self._recomputes = bool(told[1])
+        if loader is not None and not self._holds_first and told[2] >= 0:
+            loader.epoch, loader.position = told[2:]
+        return bool(told[0])
+
     def _read(self, source: Iterator[Any]) -> tuple[Any, bool]:
         """(inputs and labels of the next micro-batch, whether there is none)."""
         try:
             batch = next(source)
         except StopIteration:
             return (None, None), True
+        if self._batch_function is not None:
+            batch = self._batch_function(batch)
         return self.module.split_batch(tree_map(self._place, batch)), False
 
     def _place(self, x: Any) -> Any:
@@ -216,10 +259,14 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
         given = sharing.unpack(micro, x) if stage else x
         sharing.use(micro)
         self.module.split_tokens = sharing.length() if stage else 0
-        with inputs_on_host(self.settings.activation_checkpointing.cpu_checkpointing):
+        with autocast(self.settings, self.device), inputs_on_host(self.settings.activation_checkpointing.cpu_checkpointing):
             output = self.module(given, stage, micro)
-        if not last:
-            return sharing.pack(micro, output)
+            return self._weighted_loss(micro, output) if last else sharing.pack(micro, output)
+
+    def _weighted_loss(self, micro: int, output: Any) -> Any:
+        """What the last stage's backward starts from; the output itself where nothing is weighed."""
+        if self._kept is not None:
+            self._kept[micro] = output
         if micro not in self._factors:
             return output
         factor = self._factors[micro]
@@ -296,6 +343,13 @@ class PipelineEngine(PipelineWeightMethods, ZeroEngine):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         raise ConfigError("a pipeline runs forward, backward and step together: use engine.train_batch")
+
+
+def _as_one(outputs: list[Any] | None) -> Any:
+    """Outputs of micro-batches as one tensor, if they are tensors of one shape but for the samples."""
+    if outputs is None or not all(isinstance(o, Tensor) and o.dim() for o in outputs):
+        return outputs
+    return torch.cat(outputs) if len({o.shape[1:] for o in outputs}) == 1 else outputs
 
 
 class _Hooks:

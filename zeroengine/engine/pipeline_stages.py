@@ -3,14 +3,16 @@ weights, and what all stages decide together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, keep_in_fp32, placement_for, sharding_rule
+from zeroengine.engine.pipeline_sharing import exchange_values
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import first_bad, first_told, root
@@ -45,6 +47,17 @@ class StageComms:
         )  # fmt: skip
 
 
+class _Facts(NamedTuple):
+    """What stages must agree on in a tied weight."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}, requires_grad {self.requires_grad}"
+
+
 class Ties:
     """Weights shared by stages on several ranks. They move point to point over the pipeline's own stream: the owner adds up
     in the order of stages and sends the sum, so every stage has the same bits."""
@@ -63,14 +76,28 @@ class Ties:
                     self.not_owned |= frozenset(tie.names)
 
     def equalize(self, module: PipelineModule) -> None:
-        """Makes the owner's initial values everybody's."""
+        """Makes the owner's initial values everybody's. Collective over the pipeline where there are ties; raises `ModelError` on all
+        its ranks where stages have unlike weights under one key."""
         by_name = dict(module.named_parameters())
+        self._check_alike(by_name)
         for tie, ranks in self.mine:
             for name in tie.names:
                 p = by_name[name]
                 values = p.data.to(self._device).contiguous().view(-1)
                 self._from_owner(values, ranks, name)
                 p.data = values.view(p.shape)
+
+    def _check_alike(self, by_name: Mapping[str, torch.nn.Parameter]) -> None:
+        tied = [n for tie in self.all for n in tie.names]
+        if not tied:
+            return
+        mine = {n: _Facts(tuple(p.shape), str(p.dtype), p.requires_grad) for n in tied if (p := by_name.get(n)) is not None}
+        told = exchange_values(self._comms.control, "shapes of tied weights", mine)
+        for name in tied:
+            found = {rank: facts[name] for rank, facts in enumerate(told) if name in facts}
+            if len(set(found.values())) > 1:
+                listed = "; ".join(f"pipeline rank {rank}: {facts}" for rank, facts in found.items())
+                raise ModelError(f"the tied weight '{name}' must be alike on all stages that have it ({listed})")
 
     def sum(self, tie: Tie, ranks: list[int], values: torch.Tensor, subject: str) -> None:
         """values = sum over the ranks of the tie. 1-D."""

@@ -1,8 +1,9 @@
 """A Hugging Face causal language model cut into stages at its list of blocks.
 
-Every stage is the model's own code: on stages after the first the block list starts later and `inputs_embeds` are the hidden
-states; on stages before the last the final norm and the head pass their input through. Blocks of other stages are
-replaced by ones that return what they get, so names stay the model's own.
+Every stage is the model's own code, in which the blocks of other stages return what they get; so names stay the model's own. The
+block in front of a stage's own brings in the hidden states that have arrived, and the one behind takes them out: what the model
+computes before its blocks and after them (it scales embeddings, adds positions, caps logits) is computed of zeros and dropped,
+but for the first and the last stage.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule
+from zeroengine.zero.held import claim
 
 
 class _PassBlock(nn.Module):
@@ -44,44 +46,46 @@ def _as_whole(part: Tensor, tokens: int) -> Tensor:
 
 
 class _BorderBlock(_PassBlock):
-    """The block before, or behind, a stage's own where a sequence is split: the model reads shapes from hidden states of the whole
-    sequence, and this puts a `part` into their place, or takes it out."""
+    """The block before, or behind, a stage's own: it puts the stage's hidden states, `part`, into the place of zeros, or takes them
+    out. The zeros stand for the whole sequence of `tokens`, where it is split, since the model reads shapes from them."""
 
     def __init__(self, as_tuple: bool, arrives: bool) -> None:
         super().__init__(as_tuple)
         self._arrives = arrives
-        self.tokens = 0  # of the whole sequence; 0: it is not split
+        self.tokens = 0  # 0: as many as there are
         self.part: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.tokens and self._arrives and self.part is not None:
-            hidden_states = self.take()
-        elif self.tokens and not self._arrives:
-            self.part = hidden_states
-            hidden_states = _as_whole(hidden_states, self.tokens)
-        return super().forward(hidden_states)
+        if self._arrives:
+            return super().forward(self.take())
+        self.part = hidden_states
+        return super().forward(_as_whole(hidden_states, self.tokens or hidden_states.shape[1]))
 
     def take(self) -> Tensor:
         part, self.part = self.part, None
         if part is None:
-            raise ModelError(
-                "the model did not call its list of blocks; its sequence cannot be split: set tensor_parallel.sequence_parallel to false"
-            )
+            raise ModelError("the model did not call its list of blocks once each; write it as a PipelineModule of layers")
         return part
 
 
 class _PassHead(nn.Module):
-    """A final norm or head of another stage."""
+    """A norm, projection or head of another stage: zeros go through."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x
+    weight = torch.empty(0)  # whose type some models ask for
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        return next((x for x in given if x.is_floating_point()), given[0] if given else None)
 
 
 class _Nothing(nn.Module):
-    """A table of positions of another stage: nothing is added to the hidden states."""
+    """A table of positions of another stage: nothing is added to the zeros."""
 
-    def forward(self, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), device=positions.device)  # without dimensions: it does not change the type it is added to
+    weight = torch.empty(0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        device = next((x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        return torch.zeros((), device=device)  # without dimensions: it does not change the type it is added to
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -128,6 +132,7 @@ class PipelinedCausalLM(PipelineModule):
     ) -> None:  # fmt: skip
         _check_loss(model)
         nn.Module.__init__(self)
+        claim(list(model.parameters()))
         self._configure(num_stages, schedule, virtual_stages, mean_loss, count_targets, stage_rank)
         self.dropout_seed, self.activation_checkpoint_interval = None, 0
         self.config, self.source_architecture = getattr(model, "config", None), type(model).__name__
@@ -273,12 +278,13 @@ class _Skeleton:
         self.blocks = tuple(trial.blocks[start:end])
         self._before = _BorderBlock(trial.blocks_return_tuples, arrives=True)
         self._behind = _BorderBlock(trial.blocks_return_tuples, arrives=False)
-        self.module = _clone(model)
-        parent = self.module
-        for part in path.split(".")[:-1]:
+        self.module = parent = _clone(model)
+        *way, name = path.split(".")
+        for part in way:
+            self._leave_out(parent, part, trial)
             parent._modules[part] = _clone(parent._modules[part])
             parent = parent._modules[part]
-        name = path.rpartition(".")[2]
+        self._leave_out(parent, name, trial)
         passing = _PassBlock(trial.blocks_return_tuples)
         blocks = [b if start <= i < end else passing for i, b in enumerate(trial.blocks)]
         if not self.first:
@@ -286,30 +292,34 @@ class _Skeleton:
         if not self.last:
             blocks[end] = self._behind
         parent._modules[name] = nn.ModuleList(blocks)
-        at = list(parent._modules).index(name)
-        for i, (child, sub) in enumerate(list(parent._modules.items())):
-            if i < at and isinstance(sub, nn.Dropout) and not self.first:
-                parent._modules[child] = _PassHead()  # hidden states of other stages were embedded there
-            elif i < at and sub is not None and not self.first and any(True for _ in sub.parameters()):
-                # token tables are not looked at with inputs_embeds; tables of positions are, and must add nothing
-                parent._modules[child] = _Nothing()
-            elif i > at and sub is not None and not self.last and any(True for _ in sub.parameters()):
-                parent._modules[child] = _PassHead()
-        if not self.last and parent is not self.module:
-            for child, sub in list(self.module._modules.items()):
-                if child != path.split(".")[0] and sub is not None and any(True for _ in sub.parameters()):
-                    self.module._modules[child] = _PassHead()
+
+    def _leave_out(self, holder: nn.Module, way: str, trial: _Trial) -> None:
+        """Takes from a module that leads to the blocks, by `way`, what only the first or the last stage needs beside them."""
+        for name, child in list(holder._modules.items()):
+            if child is None or name == way:
+                continue
+            weighs = any(True for _ in child.parameters())
+            if child in trial.before:
+                if self.first or child in trial.after:
+                    continue
+                if isinstance(child, nn.Embedding):
+                    # token tables are not looked at with inputs_embeds; tables of positions are
+                    holder._modules[name] = _Nothing()
+                elif weighs or isinstance(child, nn.Dropout):  # a dropout would draw random numbers
+                    holder._modules[name] = _PassHead()
+            elif not self.last and weighs:  # or that nobody calls
+                holder._modules[name] = _PassHead()
 
     def __call__(self, given: dict[str, Any], tokens: int = 0) -> dict[str, Any]:
         """`given`: arguments of the model's forward. Returns those of the next stage; of the last one, logits in their place.
         `tokens`: of the whole sequence, where hidden states between stages are a part of it; else 0."""
         run = dict(given)
         self._before.tokens = self._behind.tokens = tokens
-        if tokens and not self.first:
-            self._before.part = given["inputs_embeds"]
-            run["inputs_embeds"] = _as_whole(given["inputs_embeds"], tokens)
+        if not self.first:
+            arrived = self._before.part = given["inputs_embeds"]
+            run["inputs_embeds"] = _as_whole(arrived, tokens or arrived.shape[1])
         output = self.module(**run, use_cache=False).logits
-        if tokens and not self.last:
+        if not self.last:
             output = self._behind.take()
         rest = {k: v for k, v in given.items() if k not in ("input_ids", "inputs_embeds")}
         return {**rest, "inputs_embeds": output}
@@ -322,8 +332,8 @@ def _clone(module: Any) -> Any:
 
 
 class _Trial:
-    """One small batch through the whole model and through the stages: a model whose forward can not be cut this way (it scales
-    `inputs_embeds`, say) is refused instead of trained wrongly."""
+    """One small batch through the whole model and through the stages: a model whose forward can not be cut this way (its blocks see
+    the embeddings as well, say) is refused instead of trained wrongly."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
         self.blocks = list(cast(nn.ModuleList, model.get_submodule(path)))
@@ -333,27 +343,53 @@ class _Trial:
         device = next(model.parameters()).device
         self._ids = torch.arange(8, device="meta" if device.type == "meta" else None).view(2, 4) % vocabulary
         seen: list[Any] = []
-        hook = self.blocks[0].register_forward_hook(lambda m, a, output: seen.append(output))
+        hooks = [self.blocks[0].register_forward_hook(lambda m, a, output: seen.append(output)), *self._watched(path, seen)]
         try:
             with torch.no_grad():
                 self._expected = model(input_ids=self._ids, use_cache=False).logits
+        except Exception as error:
+            raise self._uncut(f"its forward with input_ids only fails ({type(error).__name__}: {error})") from error
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
+        if not seen:
+            raise self._uncut("it does not call them")
         self.blocks_return_tuples = isinstance(seen[0], tuple)
+
+    def _watched(self, path: str, seen: list[Any]) -> list[Any]:
+        """Hooks that notice which modules beside the way to the blocks run `before` the first block ends, and which `after` it."""
+        self.before: set[nn.Module] = set()
+        self.after: set[nn.Module] = set()
+
+        def ran(module: nn.Module, args: Any, output: Any) -> None:
+            (self.after if seen else self.before).add(module)
+
+        holder, hooks = self._model, []
+        for part in path.split("."):
+            beside = [child for name, child in holder._modules.items() if child is not None and name != part]
+            hooks += [child.register_forward_hook(ran) for child in beside]
+            holder = cast(nn.Module, holder._modules[part])
+        return hooks
 
     def compare(self, stages: list[_Skeleton]) -> None:
         given: dict[str, Any] = {"input_ids": self._ids}
-        with torch.no_grad():
-            for stage in stages:
-                given = stage(given)
+        try:
+            with torch.no_grad():
+                for stage in stages:
+                    given = stage(given)
+        except Exception as error:
+            raise self._uncut(f"a part of it fails by itself ({type(error).__name__}: {error})") from error
         self._model.train(self._was_training)
         got = given["inputs_embeds"]
         known = not (got.is_meta or is_fake(got))  # a plan has shapes only
         if got.shape != self._expected.shape or known and not torch.allclose(got, self._expected, rtol=1e-4, atol=1e-5):
-            raise ModelError(
-                f"{type(self._model).__name__} can not be cut at its list of blocks: its stages one after the other give another "
-                "result than the whole model; write it as a PipelineModule of layers"
-            )
+            raise self._uncut("its stages one after the other give another result than the whole model")
+
+    def _uncut(self, reason: str) -> ModelError:
+        self._model.train(self._was_training)
+        return ModelError(
+            f"{type(self._model).__name__} can not be cut at its list of blocks: {reason}; write it as a PipelineModule of layers"
+        )
 
 
 def split_causal_lm(
@@ -362,5 +398,6 @@ def split_causal_lm(
 ) -> PipelinedCausalLM:  # fmt: skip
     """Cuts a Hugging Face causal LM, whole in memory on every rank, into `num_stages` ranks' stages at its list of blocks.
     `partition_method` weighs blocks; `stage_rank`: whose stages to keep, for a plan (default: this process'). The stages are
-    compared with the whole model first; raises `ModelError` where they differ."""
+    compared with the whole model first; raises `ModelError` where they differ. A model that was built inside `zero.Init` becomes whole,
+    which is collective."""
     return PipelinedCausalLM(model, num_stages, schedule, virtual_stages, partition_method, stage_rank)

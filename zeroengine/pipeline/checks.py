@@ -97,7 +97,7 @@ def _marked(schedule: Schedule) -> None:
             raise _fail(schedule, f"rank {rank} has to end with its only step")
         for stage in schedule.stages_of(rank):
             own = [a.kind for a in actions if a.stage == stage and a.kind in (Kind.REDUCE, Kind.WEIGHT, Kind.BACKWARD)]
-            if own.count(Kind.REDUCE) != 1 or own[-2] is not Kind.REDUCE:
+            if own.count(Kind.REDUCE) != 1 or own[-2:-1] != [Kind.REDUCE]:
                 what = f"rank {rank}: reduce({stage}) has to stand once, before the last weight gradient of the stage"
                 raise _fail(schedule, what)
 

@@ -60,6 +60,8 @@ def write_trace(path: str | Path, timelines: Sequence[tuple[str, Timeline]], sec
 
 def write_picture(path: str | Path, timelines: Sequence[tuple[str, Timeline]]) -> None:
     """A PNG, SVG or PDF, by the ending of `path`, with one panel for each named timeline. Needs matplotlib."""
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{path}: its ending says what to draw, and it is none of .png, .svg or .pdf")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -79,7 +81,4 @@ def write_picture(path: str | Path, timelines: Sequence[tuple[str, Timeline]]) -
         panel.invert_yaxis()
         panel.set_xlim(left=0)
     figure.tight_layout()
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    figure.savefig(path)

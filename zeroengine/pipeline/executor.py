@@ -182,7 +182,9 @@ class Executor:
         if self.runners[stage].is_last:
             self._run.outputs[micro] = output.detach() if isinstance(output, torch.Tensor) else output
         elif self._placement[stage + 1] == self._rank:
-            self._local[Kind.RECV_ACTIVATION, stage + 1, micro] = as_input(output)
+            self._local[Kind.RECV_ACTIVATION, stage + 1, micro] = as_input(
+                output, f"activation into stage {stage + 1}, micro-batch {micro}"
+            )
         else:
             self._local[Kind.SEND_ACTIVATION, stage, micro] = output
 

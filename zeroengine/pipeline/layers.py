@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,9 +122,57 @@ def share(container: nn.Module, key: str, attributes: Sequence[str], layers: Seq
         holder.register_parameter(path.replace(".", "_"), kept)
 
 
+def check_owners(layers: Sequence[Any], stage_of: Callable[[int], int], loss_fn: Any = None) -> None:
+    """Refuses layers given as modules or functions that use a parameter of another stage's layer, or of none: each stage would
+    train its own copy of it, or nobody would."""
+    owners: dict[nn.Parameter, tuple[str, int | None, str]] = {}
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            continue
+        for name, p in layer.named_parameters():
+            where, stage, first = owners.setdefault(p, (f"layer {i}", stage_of(i), name))
+            if stage != stage_of(i):
+                raise ModelError(
+                    f"{where} of stage {stage} and layer {i} of stage {stage_of(i)} share the parameter '{first}', and each stage "
+                    "would train its own copy; give them as TiedLayerSpecs of one key"
+                )
+    last = stage_of(len(layers) - 1)
+    functions = [(f"layer {i}", stage_of(i), f) for i, f in enumerate(layers) if not isinstance(f, nn.Module | LayerSpec)]
+    if loss_fn is not None and not isinstance(loss_fn, nn.Module):
+        functions.append(("loss_fn", last, loss_fn))
+    for what, stage, function in functions:
+        for held in _held_by(function):
+            found = [owners.get(p, ("no layer", None, "")) for p in held if p.requires_grad]
+            # parameters of several layers: a whole model, of which the function may use what it likes
+            if found and len({where for where, _, _ in found}) == 1 and found[0][1] != stage:
+                raise ModelError(
+                    f"{what} is a function that uses a parameter of {found[0][0]}, which stage {stage} does not have and would not "
+                    "train; make it a module, or TiedLayerSpecs of one key"
+                )
+
+
+def _held_by(function: Any) -> list[list[nn.Parameter]]:
+    """Parameters of what a function was bound to, closed over, or given beforehand."""
+    held: list[Any] = []
+    if isinstance(function, functools.partial):
+        held += [*function.args, *function.keywords.values()]
+        function = function.func
+    held.append(getattr(function, "__self__", None))
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # one that is still empty
+            held.append(cell.cell_contents)
+    modules = [list(value.parameters()) for value in held if isinstance(value, nn.Module)]
+    return modules + [[value] for value in held if isinstance(value, nn.Parameter)]
+
+
 def count_parameters(layer: Any) -> int:
-    """Elements of a layer's parameters; a spec is built without memory for it."""
+    """Elements of a layer's parameters. A spec is built without memory for it, unless it looks at values as it is built."""
     if isinstance(layer, LayerSpec):
-        with torch.device("meta"):
-            layer = layer.build()
+        spec = layer
+        try:
+            with torch.device("meta"):
+                layer = spec.build()
+        except (RuntimeError, NotImplementedError):
+            with torch.random.fork_rng():
+                layer = spec.build()
     return sum(p.numel() for p in layer.parameters()) if isinstance(layer, nn.Module) else 0

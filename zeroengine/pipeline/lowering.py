@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from zeroengine.pipeline.actions import (
     NO_MICRO,
@@ -28,7 +29,9 @@ _COSTS: Mapping[Kind, int] = MappingProxyType({Kind.FORWARD: 1, Kind.BACKWARD: 2
 
 
 def lower(name: str, orders: Orders, placement: tuple[int, ...], micro_batches: int, trains: bool = True) -> Schedule:
-    """The schedule of these computations. Raises `ScheduleError` if their orders wait for each other in a circle."""
+    """The schedule of these computations. Raises `ScheduleError` if they are none of these stages and micro-batches, or if their
+    orders wait for each other in a circle."""
+    orders = _known(name, orders, placement, micro_batches)
     lists: list[list[Action]] = [[] for _ in orders]
     position = [0] * len(orders)
     waiting: dict[tuple[Kind, int, int], list[int]] = {}  # what the ranks that stand still wait for
@@ -71,6 +74,29 @@ def lower(name: str, orders: Orders, placement: tuple[int, ...], micro_batches: 
         for actions in lists:
             actions.append(Action(Kind.STEP, NO_MICRO, NO_MICRO))
     return Schedule(name, placement, micro_batches, tuple(map(tuple, lists)), trains)
+
+
+def _known(name: str, orders: Any, placement: tuple[int, ...], micro_batches: int) -> Orders:
+    """The orders, if each rank has one and it consists of computations that the rank can do. Somebody's own function made them."""
+    ranks = max(placement) + 1
+    try:
+        found = tuple(map(tuple, orders))
+    except TypeError as error:
+        raise ScheduleError(f"schedule '{name}' is {type(orders).__name__}; it must be one list of actions for each rank") from error
+    if len(found) != ranks:
+        raise ScheduleError(f"schedule '{name}' has lists for {len(found)} ranks, not {ranks}")
+    for rank, order in enumerate(found):
+        for action in order:
+            if not isinstance(action, Action) or action.kind not in _COSTS:
+                raise ScheduleError(
+                    f"schedule '{name}', rank {rank}: {action} is no computation; sends, receives and marks are added to lists of "
+                    f"{', '.join(f'Kind.{kind.name}' for kind in _COSTS)}"
+                )
+            if action.stage not in range(len(placement)) or placement[action.stage] != rank:
+                raise ScheduleError(f"schedule '{name}': rank {rank} has {action}, but stage {action.stage} is not on it")
+            if action.micro not in range(micro_batches):
+                raise ScheduleError(f"schedule '{name}': rank {rank} has {action}, but there are micro-batches 0 to {micro_batches - 1}")
+    return found
 
 
 def _marks(orders: Sequence[Sequence[Action]]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:

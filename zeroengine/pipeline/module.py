@@ -20,12 +20,14 @@ from zeroengine.pipeline.layers import (
     Tie,
     TiedLayer,
     TiedLayerSpec,
+    check_owners,
     count_parameters,
     share,
     tied_name,
 )
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule, find_rule
+from zeroengine.zero.residency import slot_of
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeight = Callable[[Any], Any]
@@ -43,6 +45,13 @@ def pipeline_rank(ranks: int) -> int:
     return dist.get_rank() // (world // ranks)
 
 
+def _inside_init() -> bool:
+    """Whether parameters are cut over all ranks as they are built (`zero.Init`)."""
+    probe = nn.Module()
+    probe.register_parameter("probe", nn.Parameter(torch.empty(1)))
+    return slot_of(probe.get_parameter("probe")) is not None
+
+
 class PipelineModule(nn.Module):
     """A model cut into stages.
 
@@ -54,7 +63,8 @@ class PipelineModule(nn.Module):
     `partition_method`: uniform, parameters, type:<regex>, or the measured time of each layer.
     `seed_layers`: a layer made from a spec starts from seed `base_seed` + its index, so the split does not change the model.
     `dropout_seed`: random numbers of a layer depend on it, the step, the micro-batch and the layer only.
-    `activation_checkpoint_interval`: recompute so many layers at a time in backward; 0 keeps activations.
+    `activation_checkpoint_interval`: recompute so many layers at a time in backward, which is then made in one part whatever the
+    schedule; 0 keeps activations.
     `stage_rank`: whose stages to build, for a plan; None: this process'.
     """
 
@@ -66,12 +76,18 @@ class PipelineModule(nn.Module):
         stage_rank: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if num_stages > 1 and _inside_init():
+            raise ModelError(
+                "PipelineModule: zeroengine.zero.Init cuts what all ranks build, and every stage builds layers of its own; build the "
+                "module outside of it, a rank has its own stages' layers only"
+            )
         self._configure(num_stages, schedule, virtual_stages, loss_fn, loss_weight, stage_rank)
         self.dropout_seed = dropout_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         names = [s.name if isinstance(s, LayerSpec) else type(s).__name__ for s in layers]
         weights = layer_weights(partition_method, names, lambda: [count_parameters(s) for s in layers])
         self.parts = balanced(weights, len(self.placement))
+        check_owners(layers, self.stage_of_layer, loss_fn)
         self.tied = nn.Module()
         self.layers = nn.ModuleDict()
         for stage in self.local_stages:
@@ -86,9 +102,11 @@ class PipelineModule(nn.Module):
         self.num_stages = num_stages
         self.schedule_rule = find_rule(schedule)
         self.virtual_stages = self.schedule_rule.default_chunks if virtual_stages is None else virtual_stages
-        self.placement = self.schedule_rule.placement(num_stages, self.virtual_stages)
+        self.placement = self.schedule_rule.place(num_stages, self.virtual_stages)
         self.stage_rank = pipeline_rank(num_stages) if stage_rank is None else stage_rank
-        self.loss_fn, self.loss_weight = loss_fn, loss_weight
+        here = self.stage_rank == self.placement[-1] or not isinstance(loss_fn, nn.Module)
+        self.loss_fn = loss_fn if here else None  # one with weights of its own belongs to the last stage
+        self.loss_weight = loss_weight
         self.draw = 0  # set by the engine for each step
         self.split_layers, self.split_rank = range(0), 0  # layers on a split sequence, and which part this rank has
         self.splits_tokens = False  # a tensor group splits sequences
@@ -97,6 +115,12 @@ class PipelineModule(nn.Module):
     @property
     def local_stages(self) -> tuple[int, ...]:
         return tuple(s for s, r in enumerate(self.placement) if r == self.stage_rank)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers of this rank's stages keep no activations and run again in backward."""
+        flags = (getattr(m, "gradient_checkpointing", False) for m in self.modules())  # of transformers
+        return self.activation_checkpoint_interval > 0 or any(flag is True for flag in flags)
 
     @property
     def state_names_ties(self) -> bool:
@@ -112,6 +136,8 @@ class PipelineModule(nn.Module):
         pieces = name.split(".")
         if pieces[0] == "tied":
             return f"tied.{pieces[1]}"
+        if pieces[0] == "loss_fn":
+            return f"stage {len(self.placement) - 1}"
         return f"stage {self.stage_of_layer(int(pieces[1]))}"
 
     def stage_of_layer(self, index: int) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from zeroengine.errors import ModelError
 
+_METHODS = "uniform, parameters, type:<regex> or a list of times"
 PartitionMethod = str | Sequence[float]
 """uniform | parameters | type:<regex> | the measured time of each layer."""
 
@@ -51,20 +52,29 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 def layer_weights(method: PartitionMethod, names: Sequence[str], parameters: Callable[[], Sequence[int]]) -> list[float]:
     """A weight for each layer. `names` are the layers' class names; `parameters()` counts their elements."""
     if not isinstance(method, str):
-        if len(method) != len(names):
-            raise ModelError(f"partition_method has {len(method)} times for {len(names)} layers")
-        return [float(t) for t in method]
+        try:
+            times = [float(t) for t in method]
+        except TypeError as error:
+            raise ModelError(f"partition_method {method!r} is not {_METHODS}") from error
+        if len(times) != len(names):
+            raise ModelError(f"partition_method has {len(times)} times for {len(names)} layers")
+        if not all(0 <= t < math.inf for t in times):
+            raise ModelError(f"partition_method has {times}; a time is a finite number, 0 or more")
+        return times
     if method.lower() == "uniform":
         return [1.0] * len(names)
     if method.lower() == "parameters":
         return [float(n) for n in parameters()]
     if method.lower().startswith("type:"):
-        pattern = re.compile(method[5:], re.IGNORECASE)
+        try:
+            pattern = re.compile(method[5:], re.IGNORECASE)
+        except re.error as error:
+            raise ModelError(f"partition_method '{method}': {error}") from error
         found = [1.0 if pattern.search(name) else 0.0 for name in names]
         if not any(found):
             raise ModelError(f"partition_method '{method}' matches none of the layers {sorted(set(names))}")
         return found
-    raise ModelError(f"partition_method '{method}' is not uniform, parameters, type:<regex> or a list of times")
+    raise ModelError(f"partition_method '{method}' is not {_METHODS}")
 
 
 def measure_layers(layers: Sequence[Callable[[Any], Any]], sample: Any, repeats: int = 3) -> list[float]:

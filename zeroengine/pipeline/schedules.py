@@ -6,11 +6,13 @@ given wherever a name can, itself or as "package.module:function".
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from zeroengine.pipeline.actions import Action, Kind, Orders, Schedule, ScheduleError
 from zeroengine.pipeline.greedy import v_zero_bubble_orders
@@ -41,14 +43,26 @@ class ScheduleRule:
     def build(self, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
         """The complete schedule. Raises `ScheduleError` where these numbers can not be had."""
         chunks = self.default_chunks if chunks is None else chunks
-        for what, value in (("pipeline ranks", ranks), ("micro-batches", micro_batches), ("stages a rank", chunks)):
-            if value < 1:
-                raise ScheduleError(f"schedule '{self.name}': {value} {what}; there must be at least 1")
+        placement = self.place(ranks, chunks)
+        self._at_least_one("micro-batches", micro_batches)
+        return lower(self.name, self.orders(ranks, micro_batches, chunks), placement, micro_batches, self.trains)
+
+    def place(self, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+        """The rank of each stage. Raises `ScheduleError` where these numbers can not be had."""
+        chunks = self.default_chunks if chunks is None else chunks
+        self._at_least_one("pipeline ranks", ranks)
+        self._at_least_one("stages a rank", chunks)
         if self.chunks is not None and chunks not in self.chunks:
             allowed = " or ".join(map(str, self.chunks))
             raise ScheduleError(f"schedule '{self.name}' has {allowed} stage(s) a rank, not {chunks}")
-        orders = self.orders(ranks, micro_batches, chunks)
-        return lower(self.name, orders, self.placement(ranks, chunks), micro_batches, self.trains)
+        placement = tuple(self.placement(ranks, chunks))
+        if set(placement) != set(range(ranks)):
+            raise ScheduleError(f"schedule '{self.name}' places its stages on ranks {placement}; each of 0 to {ranks - 1} must have one")
+        return placement
+
+    def _at_least_one(self, what: str, value: Any) -> None:
+        if not isinstance(value, int) or value < 1:
+            raise ScheduleError(f"schedule '{self.name}': {value} {what}; it is a whole number, at least 1")
 
 
 def schedule_rule(
@@ -263,20 +277,32 @@ def find_rule(schedule: str | ScheduleRule) -> ScheduleRule:
     """The rule of a name, of "package.module:function", or the rule itself. Raises `ScheduleError` for anything else."""
     if isinstance(schedule, ScheduleRule):
         return schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"a schedule is a name or a function under @schedule_rule(...), not {schedule!r}")
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
     if ":" not in schedule:
         near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1, cutoff=0.4)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = f"; did you mean '{near[0]}'?" if near else "."
         raise ScheduleError(f"schedule '{schedule}' is not known{hint} It is one of {', '.join(SCHEDULES)}, or 'package.module:function'")
     module, _, name = schedule.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ScheduleError(f"schedule '{schedule}': {error}") from error
     if not isinstance(found, ScheduleRule):
         raise ScheduleError(f"schedule '{schedule}' is a {type(found).__name__}; put @schedule_rule(...) on its function")
     return found
+
+
+def whole_backward(schedule: Schedule) -> Schedule:
+    """The schedule with every backward in one part: for stages that compute their activations again in backward. Autograd would
+    make them do so for the input gradient, and then once more for each layer whose weight gradient was put off."""
+    orders = tuple(
+        tuple(dataclasses.replace(a, kind=B) if a.kind is I else a for a in schedule.compute(rank) if a.kind is not W)
+        for rank in range(schedule.size)
+    )
+    return lower(schedule.name, orders, schedule.placement, schedule.micro_batches)
 
 
 def forward_schedule(placement: tuple[int, ...], micro_batches: int) -> Schedule:

@@ -5,12 +5,13 @@ edge that leads to weights only (a matrix product, a normalisation) is a *border
 the gradients that arrive at the borders; autograd computes no weight gradient there, since none is asked for. The second
 part starts at each border with the kept gradient and asks for the weights behind it only.
 
-A weight that is used in several places below one another is taken in the first part: from the upper border autograd would
-reach it along the chain as well, and count twice.
+A weight that is used in several places is taken in the first part. Where they lie below one another, autograd would reach it
+from the upper border along the chain as well, and count twice; and its hooks are to see one gradient, the sum.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +42,21 @@ class WeightTask:
     def run(self) -> None:
         """Accumulates the weight gradients, as backward does (hooks on the weights run)."""
         for node, grad in self.ready:
-            torch.autograd.backward([GradientEdge(node, 0)], [grad])
+            accumulate(GradientEdge(node, 0), grad)
         while self.starts:
             edges, grads, leaves = self.starts.pop(0)
             torch.autograd.backward(edges, grads, inputs=[GradientEdge(leaf, 0) for leaf in leaves], retain_graph=True)
         self.ready.clear()
+
+
+def accumulate(leaf: GradientEdge, grad: Tensor) -> None:
+    """Adds to a leaf a gradient that autograd has computed before. The leaf's hooks changed it then; what they make of it now is
+    not used."""
+    handle = leaf.node.register_prehook(lambda _: (grad,))
+    try:
+        torch.autograd.backward([leaf], [grad])
+    finally:
+        handle.remove()
 
 
 class _Graph:
@@ -123,23 +134,17 @@ def input_gradients(outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: 
 def _borders(graph: _Graph) -> tuple[list[_Border], list[Node]]:
     """The borders from the output down, and the weights that must be taken with the input gradients."""
     cache: dict[Node, frozenset[Node]] = {}
-    below: dict[Node, frozenset[Node]] = {}  # weights that the chain below a node leads to, its own included
     found: list[tuple[Node, frozenset[Node]]] = []
-    shared: set[Node] = set()
+    uses: Counter[Node] = Counter()
     for node in graph.order:
         if node not in graph.chain or node in graph.inputs:
             continue
-        own: set[Node] = set()
-        deeper: set[Node] = set()
-        for after, _ in node.next_functions:
-            if after is None:
-                continue
-            own |= graph.leaves_behind(after, cache)
-            deeper |= below.get(after, frozenset())
-        shared |= own & deeper
-        below[node] = frozenset(own | deeper)
+        behind = (graph.leaves_behind(after, cache) for after, _ in node.next_functions if after is not None)
+        own = frozenset[Node]().union(*behind)
         if own:
-            found.append((node, frozenset(own)))
+            found.append((node, own))
+            uses.update(own)
+    shared = {leaf for leaf, count in uses.items() if count > 1}
     borders = []
     for node, own_leaves in reversed(found):
         leaves = [leaf for leaf in own_leaves if leaf not in shared]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroengine.errors import ModelError
-from zeroengine.pipeline.split import Grads, WeightTask, input_gradients
+from zeroengine.pipeline.split import Grads, WeightTask, accumulate, input_gradients
+from zeroengine.pipeline.wire import pickled
 
 StageForward = Callable[[int, int, Any], Any]
 """(stage, micro-batch, input) -> output. For the last stage the output is the scalar that backward starts from."""
@@ -41,8 +44,10 @@ def leaves_with_grad(tree: Any) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
 
 
-def as_input(tree: Any) -> Any:
-    """The output of a stage as the input of the next on the same rank: the same values, a graph of its own."""
+def as_input(tree: Any, subject: str = "the input of the next stage") -> Any:
+    """The output of a stage as the input of the next on the same rank: the same values, a graph of its own. Refuses what could
+    not go to another rank."""
+    pickled([leaf for leaf in tree_leaves(tree) if not isinstance(leaf, Tensor | NoneType | bool | int | float | str)], subject)
     return tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, tree)
 
 
@@ -95,9 +100,11 @@ class StageRunner:
             return [None] * len(flight.inputs)
         found, self._tasks[micro] = input_gradients(roots, given, flight.inputs)
         if not self.stage:  # the user's own tensors: they get their gradients as from any backward
-            own = [(t, g) for t, g in zip(flight.inputs, found, strict=True) if g is not None]
-            if own:
-                torch.autograd.backward([t for t, _ in own], [g for _, g in own])
+            for tensor, grad in zip(flight.inputs, found, strict=True):
+                if grad is not None and tensor.is_leaf:
+                    accumulate(get_gradient_edge(tensor), grad)
+                elif grad is not None:
+                    torch.autograd.backward([tensor], [grad])
         return found
 
     def weight_gradient(self, micro: int) -> None:

@@ -2,11 +2,13 @@
 
 A message is one flat buffer: tensors one after the other, and a trailer of two int64. The receiver expects the layout of
 the message before on the same edge, so it can post the receive before anything was sent. If the layout is another, the
-trailer says so, and a second message on a second stream brings the layout and what did not fit into the first.
+trailer says so, and a second message on a second stream brings the layout and what did not fit into the first. Values that
+are no tensors belong to the layout, pickled: every micro-batch gets its own copy of what they were when they were sent.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import deque
 from dataclasses import dataclass
@@ -35,25 +37,53 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a message holds: a tree whose leaves are `TensorLeaf`s or plain values. `numel` is in bytes."""
+    """What a message holds: a tree whose leaves are `TensorLeaf`s or, where None stands, the next of the pickled `values`.
+    `numel` is in bytes."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]
+    leaves: tuple[TensorLeaf | None, ...]
     numel: int
+    values: bytes = b""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A `TreeSpec` travels as a tree that has it: torch warns of pickled ones."""
-        return _layout_like, (tree_unflatten([0] * len(self.leaves), self.spec), self.leaves, self.numel)
+        return _layout_like, (tree_unflatten([0] * len(self.leaves), self.spec), self.leaves, self.numel, self.values)
 
 
-def _layout_like(tree: Any, leaves: tuple[Any, ...], numel: int) -> Layout:
-    return Layout(tree_flatten(tree)[1], leaves, numel)
+def _layout_like(tree: Any, leaves: tuple[TensorLeaf | None, ...], numel: int, values: bytes) -> Layout:
+    return Layout(tree_flatten(tree)[1], leaves, numel, values)
 
 
-def layout_of(tree: Any) -> tuple[Layout, list[Tensor]]:
+class _Values(pickle.Pickler):
+    """Of values that are no tensors. A tensor inside of one would lose its gradient on the way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ModelError("there is a tensor that requires grad inside of one of them, where its gradient could not come back")
+        return NotImplemented
+
+
+def pickled(values: list[Any], subject: str) -> bytes:
+    """`values`, which go from one stage to the next, as they are now. Raises `ModelError` for what cannot go."""
+    if not values:
+        return b""
+    text = io.BytesIO()
+    try:
+        _Values(text).dump(values)
+    except Exception as error:
+        types = ", ".join(dict.fromkeys(type(v).__name__ for v in values))
+        raise ModelError(
+            f"{subject}: what goes from one stage to the next consists of tensors, in tuples, lists, dicts and classes that "
+            f"torch.utils._pytree knows (register_dataclass), and of values that can be pickled ({types}): {error}"
+        ) from error
+    return text.getvalue()
+
+
+def layout_of(tree: Any, subject: str = "a message") -> tuple[Layout, list[Tensor]]:
     leaves, spec = tree_flatten(tree)
-    described: list[Any] = []
+    described: list[TensorLeaf | None] = []
     tensors: list[Tensor] = []
+    values: list[Any] = []
     at = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -61,13 +91,14 @@ def layout_of(tree: Any) -> tuple[Layout, list[Tensor]]:
             tensors.append(leaf)
             at += -(-leaf.numel() * leaf.element_size() // _ALIGN) * _ALIGN
         else:
-            described.append(leaf)
-    return Layout(spec, tuple(described), at), tensors
+            described.append(None)
+            values.append(leaf)
+    return Layout(spec, tuple(described), at, pickled(values, subject)), tensors
 
 
 @torch.no_grad()
 def _pack(layout: Layout, tensors: list[Tensor], buffer: Tensor) -> None:
-    where = [leaf for leaf in layout.leaves if isinstance(leaf, TensorLeaf)]
+    where = [leaf for leaf in layout.leaves if leaf is not None]
     for leaf, tensor in zip(where, tensors, strict=True):
         _view(buffer, leaf).copy_(tensor.detach())
 
@@ -78,7 +109,8 @@ def _view(buffer: Tensor, leaf: TensorLeaf) -> Tensor:
 
 
 def _unpack(layout: Layout, buffer: Tensor) -> Any:
-    leaves = [_view(buffer, x).requires_grad_(x.grad) if isinstance(x, TensorLeaf) else x for x in layout.leaves]
+    values = iter(pickle.loads(layout.values) if layout.values else ())
+    leaves = [_view(buffer, x).requires_grad_(x.grad) if x is not None else next(values) for x in layout.leaves]
     return tree_unflatten(leaves, layout.spec)
 
 
@@ -113,7 +145,7 @@ class Wire:
 
     def send(self, edge: str, subject: str, tree: Any) -> None:
         """Copies the tensors of `tree` and sends them; returns at once."""
-        layout, tensors = layout_of(tree)
+        layout, tensors = layout_of(tree, subject)
         before = self._sent.get(edge)
         space = before.numel if before is not None else 0
         first = self._stream.empty(space + MESSAGE_TRAILER, self._byte)  # read by the peer where it lies, if it can
@@ -131,9 +163,7 @@ class Wire:
         try:
             text = pickle.dumps(layout)
         except Exception as error:
-            raise ModelError(
-                f"{subject}: what goes from one stage to the next must consist of tensors and values that can be pickled: {error}"
-            ) from error
+            raise ModelError(f"{subject}: the containers of what goes from one stage to the next must be importable: {error}") from error
         payload = torch.empty(layout.numel, dtype=torch.uint8, device=self._device)
         _pack(layout, tensors, payload)
         fits = min(space, layout.numel)

@@ -15,7 +15,7 @@ from zeroengine.mesh import Degrees
 from zeroengine.optim.state import moments_of
 from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.module import PipelineModule
-from zeroengine.pipeline.schedules import find_rule
+from zeroengine.pipeline.schedules import find_rule, whole_backward
 from zeroengine.pipeline.simulate import Timeline
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.memory import Memory, pipeline_activations, rank_memory
@@ -91,7 +91,8 @@ class Planner:
         mesh, _ = paper_mesh(settings, job.ranks, 0, layout.pp)
         schedule = None
         if layout.pp > 1:
-            schedule = check(find_rule(layout.schedule).build(layout.pp, accumulation, layout.virtual_stages)).schedule
+            steps = find_rule(layout.schedule).build(layout.pp, accumulation, layout.virtual_stages)
+            schedule = check(whole_backward(steps) if layout.recompute else steps).schedule
         ranks = self._ranks(layout, settings)
         described = [self._facts(rank, layout, settings) for rank in ranks]
         chain = self._chain(layout, ranks)

@@ -32,7 +32,11 @@ _SAFE = (
 )  # fmt: skip
 _OF_GROUPS = ("group", "rank", "world_size")
 _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_PIPE: dict[str, Target] = {name: f"zeroengine.pipe:{name}" for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")}
+_PIPE: dict[str, Target] = {
+    "PipelineModule": f"{_HERE}.pipes:PipelineModule",
+    **{name: f"zeroengine.pipe:{name}" for name in ("LayerSpec", "TiedLayerSpec")},
+}
+_TOPOLOGIES = ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
 _CHECKPOINTING = (
     "checkpoint", "non_reentrant_checkpoint", "configure", "is_configured", "reset", "get_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed", "CheckpointFunction",
@@ -128,9 +132,10 @@ NAMES: Mapping[str, Mapping[str, Target]] = {
         "VALID_LR_SCHEDULES": (list(_SCHEDULES),),
         **{name: f"zeroengine.optim.schedules:{name}" for name in _SCHEDULES},
     },
-    "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.pipe": {**_PIPE, "ProcessTopology": f"{_HERE}.pipes:ProcessTopology"},
     "deepspeed.runtime.pipe.engine": {"PipelineEngine": "zeroengine.engine.pipeline:PipelineEngine"},
     "deepspeed.runtime.pipe.module": _PIPE,
+    "deepspeed.runtime.pipe.topology": {name: f"{_HERE}.pipes:{name}" for name in _TOPOLOGIES},
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {
         "initialize_sequence_parallel": f"{_SEQUENCES}:initialize_sequence_parallel",
