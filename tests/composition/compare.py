@@ -88,6 +88,16 @@ def launch(rows: list[Row], folder: str) -> dict[str, list[train.Outcome]]:
     return found
 
 
+def left_behind(rows: list[Row], outcomes: dict[str, list[train.Outcome]]) -> str:
+    """What the ranks of a launch hold more of, behind its last combination, than behind its first four; empty if nothing."""
+    for rank in range(rows[0]["ranks"]):
+        held = [outcomes[label(row)][rank].held for row in rows]
+        for what, last in held[-1].items():
+            if last > max(h.get(what, 0) for h in held[:4]):
+                return f"rank {rank}: {what} {[h.get(what) for h in held]}"
+    return ""
+
+
 def judge(row: Row, outcomes: list[train.Outcome]) -> str:
     """What is wrong with a combination that ran; empty if nothing is."""
     errors = [f"rank {rank}: {o.error}" for rank, o in enumerate(outcomes) if o.trained is None]

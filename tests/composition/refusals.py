@@ -89,9 +89,12 @@ def _two_stages() -> nn.Module:
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}
 CASES = {
     "degrees": Case("tp 3 = 3 does not divide 2 ranks", "change a degree or the number of ranks", config={"mesh": {"tp": 3}}),
-    "shard groups": Case("shard group 3 = 3 does not divide the 2 ranks", "change a degree", config={"mesh": {"dp_shard": 3}}),
+    "shard groups": Case("mesh.dp_shard 3 = 3 does not divide the 2 ranks", "change a degree", config={"mesh": {"dp_shard": 3}}),
+    "shard groups of MiCS": Case("zero_optimization.mics_shard_size 3 = 3 does not divide", "change a degree", config={
+        "zero_optimization": {"stage": 3, "mics_shard_size": 3}}),
     "replicas": Case("dp_replicate 2 x dp_shard 2 = 4 ranks, but the job has 2", "leave dp_shard at -1", config={
         "mesh": {"dp_replicate": 2, "dp_shard": 2}}),
     "other stages than the mesh": Case("mesh.pp is 4, but the model has 2", "num_stages of the same number", config={
@@ -102,17 +105,23 @@ CASES = {
     "experts that do not divide": Case("mesh.ep 2 does not divide the 3 experts", "give a divisor", {"experts": 2}, model=_experts),
     "sequences of another model": Case("Sequential is no transformers model", "set mesh.cp to 1", {"sequence": "ring 2"}, model=_own),
     "layers of another model": Case("no attention", "set mesh.tp to 1", {"tensor": "2"}, model=lambda: nn.Sequential(nn.Linear(3, 3))),
+    "stages of another model": Case("mesh.pp is 2: Sequential is neither", "set mesh.pp to 1", config={"mesh": {"pp": 2}}, model=_own),
+    "cut batches in stages": Case("mesh.cp is 2 and mesh.pp 2", "leave out sequence_parallel.batches", {
+        "ranks": 4, "pipeline": "1f1b", "sequence": "ring 2"}, {"sequence_parallel": {"batches": "cut"}}),
     "heads": Case("the 3 heads of", "give another degree", {"tensor": "2"}, model=_heads),
     "rows of a head": Case("does not divide the 61 outputs of 'lm_head'", "set it to false", {"tensor": "2"}, {
         "tensor_parallel": {"loss_parallel": True}}),
     "optimizers of whole parameters": Case("looks at whole parameters", "set mesh.tp to 1", {"tensor": "2"}, MUON),
+    "optimizers of whole parameters that experts stack": Case(
+        "mesh.ep gives each rank a part", "updates each element by itself", {"model": "moe", "experts": 2}, LAMB),
     "usp without its degree": Case("`ulysses` and `attention", "usp splits", {"sequence": "ring 2"}, {
         "sequence_parallel": {"attention": "usp"}}),
     "usp of a degree that does not divide": Case("ulysses 3 does not divide", "give a divisor", {
         "ranks": 4, "sequence": "ulysses 2 x ring 2"}, {"sequence_parallel": {"attention": "usp", "ulysses": 3}}),
     "dropout in a ring": Case("dropout", "ulysses", {"sequence": "ring 2"}, model=_dropout),
     "a router's loss of all stages": Case("adds a loss of its routers", "output_router_logits=False", model=_router_loss),
-    "too few micro-batches": Case("1 micro-batches on 2 ranks", "needs at least 4", {"pipeline": "dualpipe-v"}),
+    "too few micro-batches": Case("1 micro-batches on 2 ranks; it needs at least 4", "gradient_accumulation_steps", {
+        "pipeline": "dualpipe-v"}),
     "two types": Case("`fp16.enabled` and `bf16.enabled` are both true", "switch one of them off", {"dtype": "fp16"}, {
         "bf16": {"enabled": True}}),
     "masters of 16 bits": Case("masters and gradients stay in fp32", "remove the key", config={

@@ -80,12 +80,27 @@ def triples() -> tuple[tuple[Row, ...], tuple[Part, ...]]:
 
 
 @cache
-def eight() -> tuple[tuple[Row, ...], tuple[Part, ...]]:
-    """Rows on 8 processes for the pairs that fewer cannot hold."""
-    factors = {**FACTORS, "ranks": (8,)}
-    there = [row | {"ranks": 8} for row in pairs()[0]]
-    rows, impossible = Cover(factors, RULES).rows(there)
-    return tuple(rows), tuple(p for p in impossible)
+def eight(strength: int = 2) -> tuple[tuple[Row, ...], tuple[Part, ...]]:
+    """Rows on 8 processes for the pairs, or triples beside those, that fewer cannot hold; and what 8 cannot hold either."""
+    fewer = pairs()[0] if strength == 2 else (*pairs()[0], *triples()[0])
+    there = [*(row | {"ranks": 8} for row in fewer), *(() if strength == 2 else eight()[0])]
+    rows, impossible = Cover({**FACTORS, "ranks": (8,)}, RULES, strength).rows(there)
+    return tuple(rows), tuple(impossible)
+
+
+def designs(everything: bool) -> list[tuple[Row, ...]]:
+    """What is run, in order of weight: every pair; and `everything`: what only 8 processes hold of them, then every triple."""
+    return [pairs()[0], *((eight()[0], triples()[0], eight(3)[0]) if everything else ())]
+
+
+@cache
+def possible(strength: int) -> tuple[frozenset[Part], frozenset[Part]]:
+    """The combinations of so many levels that some row on 2 or 4 processes holds, and those (without the number of processes) that
+    only rows on 8 hold."""
+    every = frozenset(Cover(FACTORS, RULES, strength).parts())
+    fewer = every - frozenset((pairs if strength == 2 else triples)()[1])
+    free = frozenset(part for part in every - fewer if part[0][0] != "ranks")
+    return fewer, free - frozenset(eight(strength)[1])
 
 
 def label(row: Row) -> str:

@@ -189,7 +189,8 @@ def mesh_degrees(settings: Config, world_size: int, stages: int = 1) -> Degrees:
     if shard is not None and replicate == 1:
         ranks = shard * stages * degrees.cp * degrees.tp
         if world_size % ranks:
-            sizes = {"shard group": shard, "pipeline stages": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
+            key = "zero_optimization.mics_shard_size" if degrees.dp_shard is None else "mesh.dp_shard"
+            sizes = {key: shard, "mesh.pp": stages, "mesh.cp": degrees.cp, "mesh.tp": degrees.tp}
             product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise ConfigError(f"{product} = {ranks} does not divide the {world_size} ranks of the job; change a degree")
         replicate = world_size // ranks

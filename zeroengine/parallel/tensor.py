@@ -126,7 +126,7 @@ class TensorParallel:
             features = weight.shape[0 if outer != _transposed(module) else 1]
             if features % size and not self._few_key_heads(modules, name):
                 side = "output" if outer else "input"
-                raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'; give mesh.tp another value")
+                raise ConfigError(f"mesh.tp {size} does not divide the {features} {side} features of '{name}'; give a divisor")
         if self.region.splits:
             blocks = [layer for segment in self._segments for layer in segment.layers]
             for name, style in self.plan.styles.items():
@@ -291,9 +291,7 @@ class TensorParallel:
             return
         dim, sections = {"packed": (1, 2), "column": (1, 1), "row": (2, 1)}[style]
         if param.shape[dim] % (sections * self.comm.size):
-            raise ConfigError(
-                f"mesh.tp {self.comm.size} does not divide dimension {dim} of '{name}', {tuple(param.shape)}; give mesh.tp another value"
-            )
+            raise ConfigError(f"mesh.tp {self.comm.size} does not divide dimension {dim} of '{name}', {tuple(param.shape)}; give a divisor")
         _cut(param, TensorShard.over(self.comm, dim, sections))
 
     def _sum_gradient(self, name: str, param: nn.Parameter) -> None:

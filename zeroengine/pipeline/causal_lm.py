@@ -105,7 +105,8 @@ def _check_loss(model: nn.Module) -> None:
         )
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ModelError(
-            f"{type(model).__name__} adds a loss of its routers, which stages do not bring to the last one; set output_router_logits=False"
+            f"{type(model).__name__} adds a loss of its routers, which stages do not bring to the last one; set output_router_logits=False "
+            "in the model's config, or mesh.pp to 1"
         )
 
 

@@ -41,7 +41,7 @@ def pipeline_rank(ranks: int) -> int:
         raise ModelError(f"a PipelineModule of {ranks} stages needs the job's ranks: call zeroengine.init_distributed() first")
     world = dist.get_world_size()
     if world % ranks:
-        raise ModelError(f"num_stages={ranks} does not divide the {world} ranks of the job")
+        raise ModelError(f"num_stages={ranks} does not divide the {world} ranks of the job; give a divisor (mesh.pp is the same number)")
     return dist.get_rank() // (world // ranks)
 
 

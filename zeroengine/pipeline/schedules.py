@@ -197,7 +197,10 @@ def dualpipe_v(ranks: int, micro_batches: int, chunks: int) -> Orders:
     """The V-shaped half of DualPipe (DeepSeek-V3 report, 2024, section 3.2.1; cut in half by Sea AI Lab): a forward of one
     direction stands beside a backward of the other, to be overlapped. Needs 2 * ranks micro-batches."""
     if micro_batches < 2 * ranks:
-        raise ScheduleError(f"schedule 'dualpipe-v': {micro_batches} micro-batches on {ranks} ranks; it needs at least {2 * ranks}")
+        raise ScheduleError(
+            f"schedule 'dualpipe-v': {micro_batches} micro-batches on {ranks} ranks; it needs at least {2 * ranks} "
+            "(gradient_accumulation_steps), or choose another schedule"
+        )
     return tuple(_dualpipe_v_rank(ranks, micro_batches, rank) for rank in range(ranks))
 
 
