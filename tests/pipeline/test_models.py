@@ -267,6 +267,19 @@ def test_what_models_do_beside_their_blocks(family: str) -> None:
     assert torch.allclose(module(given), model(**given).logits, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing_enable", "activation_checkpointing_enable"])
+def test_a_stage_knows_that_its_blocks_run_again(name: str) -> None:
+    from zeroengine.pipe import split_causal_lm
+
+    model = _llama()
+    module = split_causal_lm(model, 1, schedule="interleaved", virtual_stages=2)
+    if not hasattr(model, name):
+        pytest.skip("a name of newer releases of transformers")
+    assert not module.recomputes
+    getattr(module, name)()
+    assert module.recomputes
+
+
 def _idle_stage(rank: int, world: int, cases: list[tuple[int, str]]) -> Any:
     """The first stage has parameters that are frozen, or none at all."""
     zeroengine.init_distributed(verbose=False)

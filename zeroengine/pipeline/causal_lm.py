@@ -216,6 +216,11 @@ class PipelinedCausalLM(PipelineModule):
         for (skeleton,) in self._skeletons.values():
             skeleton.module.gradient_checkpointing_enable(**options)
 
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """The same under the name that newer releases of transformers have."""
+        for (skeleton,) in self._skeletons.values():
+            skeleton.module.activation_checkpointing_enable(**options)
+
     @property
     def stage_forward(self) -> Callable[..., Any]:
         """The forward of the model that was cut."""
