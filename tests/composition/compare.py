@@ -18,8 +18,8 @@ LOSSES = {"fp32": 2e-6, "bf16": 4e-3, "fp16": 1e-3}
 NORMS = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 4e-3}
 WEIGHTS = {"fp32": 2e-4, "bf16": 0.1, "fp16": 0.02}
 """Largest relative differences. Of weights: of all changes since the start, in the 2-norm, and for one tensor ten times that."""
-START, SECONDS = 15.0, 4.0
-"""Bounds for a rank to start, beside others on few cores, and for one combination; they take a fraction of them."""
+START, SECONDS = 15.0, 2.0
+"""Bounds for one rank of many on few cores: to start, and for one combination; both take a fraction."""
 
 reference = cache(models.reference)
 
@@ -81,7 +81,7 @@ def launch(rows: list[Row], folder: str) -> dict[str, list[train.Outcome]]:
     left = list(rows)
     while left:
         ranks = left[0]["ranks"]
-        results = run_ranks(train.run, ranks, left, folder, timeout=START * ranks + SECONDS * len(left))
+        results = run_ranks(train.run, ranks, left, folder, timeout=ranks * (START + SECONDS * len(left)))
         done = max(len(r) for r in results)
         for i, row in enumerate(left[:done]):
             found[label(row)] = [r[i] if i < len(r) else train.Outcome(error="ended before") for r in results]
