@@ -44,11 +44,13 @@ def count(rank: int, world: int, plans: list[dict[str, Any]]) -> list[dict[str, 
 
 
 ONE_BUCKET = {"zero_optimization": {"bucket_size": 10**7}}
+REPLICAS = {"mesh": {"dp_replicate": 2, "dp_shard": 1}, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_memory_and_traffic_are_as_planned(world: int) -> None:
     kinds: list[dict[str, Any]] = [{}, ONE_BUCKET, {"bf16": {"enabled": True}}, {**ONE_BUCKET, "gradient_accumulation_steps": 4}]
+    kinds += [REPLICAS] if world == 2 else []
     plans = [{"stage": stage, "changes": kind} for kind in kinds for stage in range(4)]
     for rank, results in enumerate(run_ranks(count, world, plans, timeout=200)):
         for plan, got in zip(plans, results, strict=True):
@@ -65,6 +67,9 @@ def test_memory_and_traffic_are_as_planned(world: int) -> None:
         elements = (3 if stage == 3 else 2) * got["padded"] * (world - 1) // world
         assert got["moved"]["total"] == 4 * elements
         assert got["padded"] - got["parameters"] < world  # one bucket is padded by less than one element a rank
+    if world == 2:  # the only slice is the whole: no stage needs a second buffer for gradients, or moves more than another
+        assert len({got["measured"]["gradients"] for got in results[16:]}) == 1
+        assert len({got["moved"]["total"] for got in results[16:]}) == 1
     for stage, got in enumerate(results[0:4]):
         share = -(-got["parameters"] // world)
         memory = got["measured"]
