@@ -36,6 +36,7 @@ MARKER = "complete.json"
 LATEST = "latest"
 REPLICATED = "replicated.pt"
 FORMAT = 1
+SHOWN = 20  # names in a message
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?P<host>[^-]+)-(?P<pid>\d+)-[0-9a-f]+")
 
 

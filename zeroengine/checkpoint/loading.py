@@ -24,7 +24,6 @@ from zeroengine.wording import listed
 from zeroengine.zero.layout import Piece
 
 Converted = dict[str, tuple[torch.dtype, torch.dtype]]
-_SHOWN = 20  # names in a message
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ class _Loader:
                 else:
                     misfits.append(f"{key} is {have} in the checkpoint and {view.dtype} here")
         if misfits:
-            raise CheckpointError(f"the checkpoint does not fit the model: {listed(misfits, _SHOWN, '; ')}")
+            raise CheckpointError(f"the checkpoint does not fit the model: {listed(misfits, folders.SHOWN, '; ')}")
         return converted
 
     def compare(self, surveys: list[_Survey], strict: bool) -> tuple[Comparison, Converted]:
@@ -246,7 +245,7 @@ class _Loader:
         excused = {key for survey in surveys for key in survey.excused}.difference(missing)
         unexpected = [key for i, key in enumerate(self.keys) if not wanted >> i & 1 and (not self.only or key.startswith(self.only))]
         if strict and (missing or unexpected):
-            told = [f"{what} keys: {listed(keys, _SHOWN)}" for what, keys in
+            told = [f"{what} keys: {listed(keys, folders.SHOWN)}" for what, keys in
                     (("missing", missing), ("unexpected", unexpected)) if keys]  # fmt: skip
             raise CheckpointError(
                 f"{self.doing}: the checkpoint does not fit the model; {'; '.join(told)} (load with strict=False to go on without them)"

@@ -23,8 +23,6 @@ from zeroengine.logging import log_rank0, logger
 from zeroengine.wording import listed
 from zeroengine.zero.layout import Piece
 
-_SHOWN = 20  # names in a message
-
 
 def save(
     folder: Path,
@@ -157,7 +155,7 @@ class Saver:
                 if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
                     lost.append(key)
         if lost:
-            raise CheckpointError(f"the ranks' pieces do not cover these tensors: {listed(lost, _SHOWN)}")
+            raise CheckpointError(f"the ranks' pieces do not cover these tensors: {listed(lost, folders.SHOWN)}")
 
     def commit(self) -> None:
         def work() -> None:

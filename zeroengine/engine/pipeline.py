@@ -63,7 +63,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         self._labels: dict[int, Any] = {}
         self._factors: dict[int, float] = {}
         self._loss_sum, self._loss_factor = 0.0, 1.0
-        self._kept: dict[int, Any] | None = None  # outputs of an evaluation that wants them beside the loss
+        self._kept: dict[int, Any] | None = None  # outputs of the last stage in an evaluation that wants them
         self._batch_function, self._given_data = None, None
         self._ran: Checked | None = None
         self.last_run: Run | None = None
@@ -78,10 +78,9 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
             _Hooks(module, mechanism, self._sharing, self.watch),
         )
         first, last = module.placement[0], module.placement[-1]
-        self._holds_first, self._holds_last = self.is_first_stage(), self.is_last_stage()
         self._label_wire: Wire | None = None
-        if first != last and (self._holds_first or self._holds_last):
-            peer = last if self._holds_first else first
+        if first != last and (self.is_first_stage() or self.is_last_stage()):
+            peer = last if self.is_first_stage() else first
             self._label_wire = Wire(comms.labels, comms.labels_extra, peer, self.device)
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         self.mechanism.placement.check_here()
         was_training = self.module.training
         only_outputs = return_outputs or not compute_loss
-        self._kept = {} if return_logits and not only_outputs else None
+        self._kept = {} if return_logits or only_outputs else None
         self.eval()
         try:
             feed = self._deal(data_iter, count)
@@ -130,11 +129,9 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
             else:
                 self._weigh(count, 1.0)
             loss = self._pass(self.schedule(count, trains=False), feed)
-            run = self.last_run
-            outputs = self._kept if self._kept is not None else run.outputs if run is not None else {}
-            found = [outputs[i] for i in range(count)] if self.is_last_stage() and outputs else None
-            if run is not None:
-                run.outputs = {}  # whoever asked has them
+            found = [self._kept[i] for i in range(count)] if self._kept else None
+            if self.last_run is not None:
+                self.last_run.outputs = {}  # whoever asked has them
         finally:
             self._kept = None
             self.train(was_training)
@@ -188,7 +185,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         feed: dict[int, Any] = {}
         labels: dict[int, Any] = {}
         ended = False
-        if self._holds_first:
+        if self.is_first_stage():
             given_data = data_iter if data_iter is not None else self._given_data
             source = given_data if given_data is not None else self._endless_data()
             for i in range(count):
@@ -204,23 +201,23 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         if wire is not None:
             for i in range(count):
                 edge, subject = "labels", f"labels of micro-batch {i}"
-                if self._holds_first:
+                if self.is_first_stage():
                     wire.send(edge, subject, labels[i])
                 else:
                     labels[i] = wire.get(wire.want(edge, subject))
             wire.finish()
-        self._labels = labels if self._holds_last else {}
-        return feed if self._holds_first else None
+        self._labels = labels if self.is_last_stage() else {}
+        return feed if self.is_first_stage() else None
 
     def _agree_on_data(self, ended: bool) -> bool:
         """Whether the data of one pipeline of the job ended: one that went on alone would wait for the others. Tells the ranks that
         read nothing where the engine's loader stands, for a checkpoint. Collective."""
         loader = self.training_dataloader
-        stands = (loader.epoch, loader.position) if loader is not None and self._holds_first else (-1, -1)
+        stands = (loader.epoch, loader.position) if loader is not None and self.is_first_stage() else (-1, -1)
         row = torch.tensor([ended, self.module.recomputes, *stands], dtype=torch.int64)
         told = self.mesh.everyone.exchange(row, "end of the data").view(-1, 4).amax(0).tolist()
         self._recomputes = bool(told[1])
-        if loader is not None and not self._holds_first and told[2] >= 0:
+        if loader is not None and not self.is_first_stage() and told[2] >= 0:
             loader.epoch, loader.position = told[2:]
         return bool(told[0])
 
@@ -243,7 +240,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
     def _weigh(self, count: int, loss_scale: float) -> None:
         """What each micro-batch's mean loss counts in the step's: alike, or by its targets over all ranks' targets."""
         self._loss_sum, self._loss_factor = 0.0, float(self.mesh.control.size)
-        if not self._holds_last:
+        if not self.is_last_stage():
             return
         if self.module.loss_weight is None:
             self._factors = {i: loss_scale / count for i in range(count)}
@@ -266,7 +263,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
     def _weighted_loss(self, micro: int, output: Any) -> Any:
         """What the last stage's backward starts from; the output itself where nothing is weighed."""
         if self._kept is not None:
-            self._kept[micro] = output
+            self._kept[micro] = output.detach() if isinstance(output, Tensor) else output
         if micro not in self._factors:
             return output
         factor = self._factors[micro]
@@ -292,7 +289,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         self._check_heard()
         scale = self.optimizer.scaler.scale if self.optimizer is not None and checked.schedule.trains else 1.0
         mean = torch.zeros(1, dtype=torch.float64)
-        if self._holds_last:
+        if self.is_last_stage():
             table = self.mesh.control.exchange(torch.tensor([self._loss_sum / scale], dtype=torch.float64), "loss")
             mean = table.sum().view(1) / self._loss_factor
         self._comms.control.broadcast(mean, self.module.placement[-1], "loss").wait()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zeroengine.config import BatchSizes
 from zeroengine.pipeline.module import PipelineModule
-
-if TYPE_CHECKING:
-    from zeroengine.config import BatchSizes
 
 
 class PipelineScriptMethods:

@@ -19,7 +19,7 @@ from zeroengine.parallel.layout import SequenceLayout
 from zeroengine.parallel.loss import IGNORED, mean_over_ranks, next_token_targets, token_sum
 from zeroengine.parallel.masks import documents_from_positions
 from zeroengine.parallel.same import check_same_batch
-from zeroengine.zero.hooks import ModuleHook
+from zeroengine.zero.hooks import ModuleHook, recomputes
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -140,7 +140,7 @@ class SharedSequences(SequenceAttention):
 
     def _note_open(self, model: nn.Module, output: Any) -> None:
         """Remembers that the layers behind `output` run again in its backward, if they do."""
-        if not model.training or not any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        if not model.training or not recomputes(model):
             return
         found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         for t in found:

@@ -27,6 +27,7 @@ from zeroengine.pipeline.layers import (
 )
 from zeroengine.pipeline.partition import PartitionMethod, balanced, layer_weights
 from zeroengine.pipeline.schedules import ScheduleRule, find_rule
+from zeroengine.zero.hooks import recomputes
 from zeroengine.zero.residency import slot_of
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -119,8 +120,7 @@ class PipelineModule(nn.Module):
     @property
     def recomputes(self) -> bool:
         """Whether layers of this rank's stages keep no activations and run again in backward."""
-        flags = (getattr(m, "gradient_checkpointing", False) for m in self.modules())  # of transformers
-        return self.activation_checkpoint_interval > 0 or any(flag is True for flag in flags)
+        return self.activation_checkpoint_interval > 0 or recomputes(self)
 
     @property
     def state_names_ties(self) -> bool:

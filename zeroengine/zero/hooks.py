@@ -1,4 +1,4 @@
-"""A forward hook that belongs to one module object and not to copies of it; whether a forward runs inside backward."""
+"""A forward hook that belongs to one module object and not to copies of it; whether forwards run inside backward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def in_backward() -> bool:
     """Autograd runs a backward in this thread: a forward now is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def recomputes(module: nn.Module) -> bool:
+    """Whether a module of transformers inside of `module` runs again in backward, instead of keeping its activations."""
+    return any(getattr(m, "gradient_checkpointing", False) is True for m in module.modules())
 
 
 class ModuleHook:
