@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.errors import Unavailable, WorkerFailed
 from benchmarks.harness import (
     WorkerGroup,
@@ -28,6 +27,7 @@ from benchmarks.harness import (
     write,
     write_json,
 )
+from zeroengine.wording import positive
 
 REFERENCE = "torch fused"
 SYSTEMS = ("zeroengine", "zeroengine twin", REFERENCE, "torch foreach", "deepspeed", "copy")

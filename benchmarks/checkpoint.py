@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from benchmarks.arguments import positive
 from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from zeroengine.checkpoint import BackgroundSaver, SavedCheckpoint, export_weights, load, save
+from zeroengine.wording import positive
 from zeroengine.zero.layout import BucketLayout, Piece
 
 ROW = 1024

@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import (
     WorkerGroup,
     idle_warning,
@@ -28,6 +27,7 @@ from benchmarks.harness import (
     write,
     write_json,
 )
+from zeroengine.wording import positive
 
 _DESCRIPTION = "Collectives through shared memory against Gloo and memcpy."
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "message")

@@ -17,7 +17,6 @@ from pathlib import Path
 from shutil import which
 from typing import Any, get_args
 
-from benchmarks.arguments import positive
 from benchmarks.harness import (
     idle_warning,
     machine,
@@ -30,6 +29,7 @@ from benchmarks.harness import (
 )
 from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds, training_need, training_starter
 from benchmarks.settings import DeepSpeedAdam, Dtype, Settings
+from zeroengine.wording import positive
 
 _DESCRIPTION = "Step time, memory, loss and bytes moved of zeroengine and its peers, side by side."
 _LOSS_REFERENCE = "ddp"

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import (
     WorkerGroup,
     idle_warning,
@@ -26,6 +25,7 @@ from benchmarks.harness import (
     write,
     write_json,
 )
+from zeroengine.wording import positive
 
 _DESCRIPTION = "Zigzag ring, contiguous ring and Ulysses: time, balance and activation memory."
 _SYSTEMS = ("zigzag", "contiguous", "ulysses")

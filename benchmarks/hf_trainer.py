@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness, memory
-from benchmarks.arguments import positive
 from benchmarks.errors import Unavailable, WorkerFailed
+from zeroengine.wording import positive
 
 STAGES = (1, 2, 3)
 SYSTEMS = ("ddp", "fsdp2", *(f"{engine}-{stage}" for stage in STAGES for engine in ("deepspeed", "zeroengine")))

@@ -14,8 +14,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, steps_in_turns, table, write, write_json
+from zeroengine.wording import positive
 
 SYSTEMS = ("deepspeed", "zeroengine", "zeroengine-list")
 _MIB = 1 << 20

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, rotated, say, table, write, write_json
 from benchmarks.settings import Settings
+from zeroengine.wording import positive
 
 _MODES = ("bare", "off", "on")
 _STAGES = (0, 1, 2, 3)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import (
     WorkerGroup,
     idle_warning,
@@ -28,6 +27,7 @@ from benchmarks.harness import (
     write,
     write_json,
 )
+from zeroengine.wording import positive
 
 _DESCRIPTION = "Host time of zeroengine in a large simulated world against a small one."
 _STAGES = (0, 1, 2, 3)

@@ -15,9 +15,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import WorkerGroup, idle_warning, machine, paired_ratio, say, steps_in_turns, table, write, write_json
 from benchmarks.settings import Settings
+from zeroengine.wording import positive
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zero-bubble": 2, "zb-v": 2, "dualpipe-v": 2}

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive
 from benchmarks.harness import WorkerGroup, idle_warning, machine, say, table, write, write_json
 from benchmarks.planner_worker import model_source
 from zeroengine.planner.hardware import Hardware, find_hardware
@@ -22,6 +21,7 @@ from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.measure import measure
 from zeroengine.planner.plan import Plan, Planner, Refused
 from zeroengine.planner.time import by_dim
+from zeroengine.wording import positive
 
 _KINDS = ("parameters", "gradients", "optimizer", "disk")
 

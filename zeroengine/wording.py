@@ -1,9 +1,11 @@
-"""Words of messages: lists that are cut off, the line of an error that tells; sizes as people write them."""
+"""Words: of messages (lists that are cut off, the name that was meant, the line of an error that tells), sizes and counts as written."""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _PREFIXES = ("", "K", "M", "G", "T")
@@ -20,6 +22,13 @@ def listed(items: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A question about the most similar of `known`, whatever its case; `otherwise` when none is similar."""
+    by_folded = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
+    return f"did you mean `{by_folded[near[0]]}`?" if near else otherwise
+
+
 def first_line(error: BaseException, most: int = 200) -> str:
     """The first line of an error's message, `most` characters at most; its class where it says nothing."""
     lines = str(error).strip().splitlines()
@@ -32,3 +41,11 @@ def bytes_of(text: str) -> int | None:
     if found is None or found[2].upper() not in _UNITS:
         return None
     return int(float(found[1]) * _UNITS[found[2].upper()]) or None
+
+
+def positive(text: str) -> int:
+    """A type of command-line arguments: a whole number above 0."""
+    number = int(text) if text.strip().isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -140,6 +141,47 @@ def _two_jobs(rank: int, world: int, port: int) -> str:
 def test_two_jobs_on_one_port() -> None:
     ended = run_ranks(_two_jobs, 2, free_port(), timeout=40, failures=True)
     assert "WORLD_SIZE is 3 here and 2 on rank 0" in (ended[1].error or ""), ended[1].error
+
+
+def _behind_a_slow_host(rank: int, world: int, slow: int, direct: int) -> str:
+    os.environ["MASTER_PORT"] = str(slow if rank else direct)
+    from zeroengine.comm import barrier, init_distributed
+
+    init_distributed(verbose=False, timeout=40)
+    barrier()
+    return "joined"
+
+
+def _relay(server: socket.socket, store: Callable[[], socket.socket], wait: float) -> None:
+    """Passes on what it is sent, to each connection `wait` seconds late for the first time."""
+
+    def pump(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def serve(connection: socket.socket) -> None:
+        time.sleep(wait)
+        with contextlib.suppress(OSError):
+            there = store()
+            threading.Thread(target=pump, args=(there, connection), daemon=True).start()
+            pump(connection, there)
+
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+
+def test_a_store_that_answers_late_is_waited_for() -> None:
+    store_port = free_port()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        arguments = (server, lambda: socket.create_connection(("127.0.0.1", store_port), timeout=20), 6.0)
+        threading.Thread(target=_relay, args=arguments, daemon=True).start()
+        slow = server.getsockname()[1]
+        assert run_ranks(_behind_a_slow_host, 2, slow, store_port, timeout=60) == ["joined", "joined"]
 
 
 def _same_rank(rank: int, world: int, port: int) -> str:

@@ -45,7 +45,7 @@ def test_lines(line: str, hosts: list[Host]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a lots=8", "hosts:1: 'a lots=8': 'lots=8' is no setting of a host; did you mean slots=?"),
+        ("a lots=8", "hosts:1: 'a lots=8': 'lots=8' is no setting of a host; did you mean `slots`?"),
         ("a 8", "'8' is no setting of a host"),
         ("a slots=many", "slots=many: a number from 0"),
         ("a slots=-1", "slots=-1"),

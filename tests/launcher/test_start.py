@@ -124,7 +124,7 @@ REFUSED = [
     (["--nproc", "0", "script.py"], "--nproc 0: at least one"),
     (["--nproc", "-1", "script.py"], "--nproc -1: at least one"),
     (["--nproc", "two", "script.py"], "--nproc two: a number, auto or gpu"),
-    (["--nrpoc", "2", "script.py"], "unknown option --nrpoc: did you mean --nproc?"),
+    (["--nrpoc", "2", "script.py"], "unknown option --nrpoc: did you mean `--nproc`?"),
     (["--nproc"], "expected one argument"),
     (["--nproc", "2"], "no script given"),
     (["--env", "NOT_SET_AT_ALL", "script.py"], "--env NOT_SET_AT_ALL: it is not set here"),

@@ -215,7 +215,7 @@ def test_the_split_does_not_change_the_model() -> None:
         (lambda: PipelineModule([TiedLayerSpec("k", nn.ReLU)]), "has no parameter 'weight' to tie"),
         (lambda: PipelineModule([nn.Linear(2, 2), 3]), "neither a module nor a function"),
         (lambda: PipelineModule([nn.Linear(2, 2)], 2), "init_distributed"),
-        (lambda: PipelineModule([nn.Linear(2, 2)], schedule="1b1f"), "did you mean '1f1b'"),
+        (lambda: PipelineModule([nn.Linear(2, 2)], schedule="1b1f"), "did you mean `1f1b`"),
     ],
 )
 def test_what_is_refused(make: Any, reason: str) -> None:

@@ -138,10 +138,10 @@ def test_command_writes_a_configuration_that_the_engine_reads(tmp_path: Path, ca
 WRONG = {
     "--model is missing": ["--gpus", "4"],
     "no-such-model": ["--model", "no-such-model"],
-    "'0' is no integer of 1 or more": ["--model", "gpt2", "--gpus", "0"],
+    "'0' is not a whole number above 0": ["--model", "gpt2", "--gpus", "0"],
     "'maybe' is none of no, yes": ["--model", "gpt2", "--recompute", "maybe"],
     "'4' is none of 0, 1, 2, 3": ["--model", "gpt2", "--stage", "4"],
-    "did you mean 'zb-h1'": ["--model", "gpt2", "--schedule", "zb-h"],
+    "did you mean `zb-h1`": ["--model", "gpt2", "--schedule", "zb-h"],
     "must divide the 3 ranks": ["--model", "gpt2", "--gpus", "3", "--tp", "2"],
     "positions for 1024": ["--model", "gpt2", "--sequence", "2048"],
     "is no size of memory": ["--model", "gpt2", "--gpu-memory", "many"],

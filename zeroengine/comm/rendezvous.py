@@ -15,7 +15,7 @@ from zeroengine.addresses import endpoint, unbracketed
 from zeroengine.errors import ConfigError, RankError
 from zeroengine.wording import first_line
 
-_HANDSHAKE_SECONDS = 8.0
+_HANDSHAKE_SECONDS = 12.0  # a busy host has needed more than 4 s to answer; a foreign program never does
 _PORT_REMEDY = "Choose another MASTER_PORT (a launcher chooses a free one by itself), or end the process that holds it."
 
 
@@ -109,7 +109,7 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
 
     def connect() -> None:
         try:
-            short = timedelta(seconds=_HANDSHAKE_SECONDS / 2)
+            short = timedelta(seconds=_HANDSHAKE_SECONDS - 1.0)  # it ends by itself, with its own reason
             store = dist.TCPStore(place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False)
             store.set_timeout(timeout)
             made.append(store)

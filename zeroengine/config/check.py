@@ -16,6 +16,7 @@ from zeroengine.config.differences import DIFFERENCES
 from zeroengine.config.report import KeyReport, reports_of
 from zeroengine.config.values import show
 from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.wording import positive
 
 ACCEPTED, REFUSED = 0, 1
 _CLASSES = {
@@ -54,18 +55,12 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="check")
     check = commands.add_parser("check", allow_abbrev=False, help="what each key of a file does; exit code 1 if refused")
     check.add_argument("file", metavar="FILE", help="the JSON file")
-    check.add_argument("--world", type=_ranks, metavar="N", help="check the batch sizes and degrees for N ranks")
+    check.add_argument("--world", type=positive, metavar="N", help="check the batch sizes and degrees for N ranks")
     check.add_argument(
         "--fact", action="append", default=[], metavar="NAME=VALUE",
         help=f'answers "auto": a full key path, or one of {", ".join(FACTS)}',
     )  # fmt: skip
     return parser
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks of 1 or more, got {text!r}")
-    return int(text)
 
 
 def _fact(text: str) -> tuple[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterable
+
+from zeroengine.wording import did_you_mean
 
 OPTIMIZERS = (
     "Adam", "AdamW", "SGD", "Lamb", "Lion", "Adagrad", "Muon", "Adafactor",
@@ -52,6 +53,5 @@ def _known(name: str, names: Iterable[str], module: str, base: str) -> str:
             by_lower[known.lower()] = known
     if name.lower() in by_lower:
         return by_lower[name.lower()]
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    hint = f"did you mean {by_lower[near[0]]}?" if near else "known are " + ", ".join(sorted(by_lower.values()))
+    hint = did_you_mean(name, by_lower.values(), "known are " + ", ".join(sorted(by_lower.values())))
     raise ValueError(f"expected a name known here or in {module}; {hint}")

@@ -7,7 +7,6 @@ on a host without GPUs it is just a rank.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import ipaddress
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroengine.errors import ZeroEngineError
+from zeroengine.wording import did_you_mean, listed
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.\-]*[A-Za-z0-9_])?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-$]*")
@@ -81,8 +81,7 @@ def _line(words: Sequence[str]) -> Iterator[Host]:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, 1)
-            hint = f"did you mean {near[0]}=?" if near else "after the host come slots=N, port=N, user=NAME"
+            hint = did_you_mean(key, _KEYS, "after the host come slots=N, port=N, user=NAME")
             raise ValueError(f"{word!r} is no setting of a host; {hint}")
         if key in settings:
             raise ValueError(f"{key}= is given twice")
@@ -187,8 +186,9 @@ def _filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[in
             chosen = tuple(sorted({int(n) for n in _numbers(slots)})) if slots is not None else None
             for name in expand(names):
                 if name not in by_name:
-                    near = difflib.get_close_matches(name, by_name, 1)
-                    raise ValueError(f"no host {name} in the list of hosts" + (f"; did you mean {near[0]}?" if near else ""))
+                    raise ValueError(
+                        f"no host {name} in the list of hosts; {did_you_mean(name, by_name, f'known are {listed(list(by_name))}')}"
+                    )
                 if name in found:
                     raise ValueError(f"host {name} is given twice")
                 have = by_name[name].slots

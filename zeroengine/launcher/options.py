@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from zeroengine.launcher.as_deepspeed import as_deepspeed
 from zeroengine.launcher.hosts import Host
 from zeroengine.launcher.plan import Job, Plan
 from zeroengine.launcher.where import TRANSPORTS, arguments_of_launcher, forwarded, sizes, where
+from zeroengine.wording import did_you_mean
 
 USAGE = "zerorun [options] script.py [arguments of the script]"
 
@@ -124,9 +124,7 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[st
             return list(argv[:i]), list(argv[i + 1 :])
         name = argv[i].partition("=")[0]
         if name not in known:
-            near = difflib.get_close_matches(name, list(known), 1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise ZeroEngineError(f"unknown option {name}{hint} (options of the script go after it)")
+            raise ZeroEngineError(f"unknown option {name}: {did_you_mean(name, known, 'options of the script go after it')}")
         i += 1 if "=" in argv[i] or known[name].nargs == 0 else 2
     return list(argv[:i]), list(argv[i:])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -20,6 +19,7 @@ from zeroengine.ops.sgd import FusedSGD
 from zeroengine.optim.kinds import check_usable
 from zeroengine.optim.lamb import Lamb
 from zeroengine.optim.muon import MuonWithAdamW, muon_options, split_groups
+from zeroengine.wording import did_you_mean
 
 ParamGroups = list[dict[str, Any]]
 OptimizerFactory = Callable[[ParamGroups], torch.optim.Optimizer]
@@ -101,9 +101,8 @@ def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Op
     elif wanted == "adamw" and params.get("adam_w_mode") is False:
         wanted = "adam"
     if wanted not in classes:
-        near = difflib.get_close_matches(wanted, classes, n=1)
-        hint = f"; did you mean '{classes[near[0]].__name__}'?" if near else "."
-        raise ConfigError(f"optimizer.type '{name}' is not known{hint} Any class of torch.optim can be named, or pass your own")
+        hint = did_you_mean(name, [known.__name__ for known in classes.values()], "any class of torch.optim can be named.")
+        raise ConfigError(f"optimizer.type '{name}' is not known; {hint} An optimizer of your own goes to initialize(optimizer=...)")
     check_usable(classes[wanted])
     return classes[wanted]
 
@@ -131,9 +130,8 @@ def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) ->
                     "key, or pass an optimizer of your own to initialize(optimizer=...)"
                 )
         elif key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(f"optimizer.params.{key} is not a parameter of {cls.__name__}{hint}; it takes {sorted(accepted)}")
+            hint = did_you_mean(key, accepted, f"it takes {', '.join(sorted(accepted))}")
+            raise ConfigError(f"optimizer.params.{key} is not a parameter of {cls.__name__}; {hint}")
         kwargs[key] = tuple(value) if isinstance(value, list) else value
     if "lr" in accepted and "lr" not in kwargs and signature["lr"].default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer.params.lr is missing; {cls.__name__} has no default learning rate")

@@ -7,7 +7,6 @@ depend on the count alone, so that a resumed schedule gives the same bits.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -22,6 +21,7 @@ from zeroengine.config.values import plain_number, show
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
 from zeroengine.optim.schedule import Rates, Schedule, Warmup
+from zeroengine.wording import did_you_mean
 
 
 class WarmupLR(Schedule):
@@ -279,8 +279,7 @@ def _check_names(cls: type, params: dict[str, Any]) -> None:
     names = [parameter.name for parameter in known]
     for name in params:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(names)}"
+            hint = did_you_mean(name, names, f"known are {', '.join(names)}")
             raise ConfigError(f"`scheduler.params.{name}` is not a parameter of {cls.__name__}; {hint}")
     for parameter in known:
         if parameter.default is parameter.empty and parameter.name not in params:

@@ -13,6 +13,7 @@ from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.draw import as_text, write_picture, write_trace
 from zeroengine.pipeline.schedules import SCHEDULES, find_rule
 from zeroengine.pipeline.simulate import Costs, simulate
+from zeroengine.wording import positive
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--input", type=_time, default=1.0, help="time of an input gradient (default %(default)s)")
     add("--weight", type=_time, default=1.0, help="time of a weight gradient (default %(default)s)")
     add("--message", type=_time, default=0.0, help="time of a message between ranks (default %(default)s)")
-    add("--width", type=_columns, default=150, help="columns of the text (default %(default)s)")
+    add("--width", type=positive, default=150, help="columns of the text (default %(default)s)")
     add("--actions", action="store_true", help="list every action, sends and receives included")
     add("--output", type=Path, action="append", default=[], help="write a .json trace or a .png/.svg picture; repeatable")
     return parser
@@ -36,13 +37,6 @@ def _time(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no time: a finite number, 0 or more")
-    return value
-
-
-def _columns(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} columns; at least 1")
     return value
 
 

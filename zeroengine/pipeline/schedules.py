@@ -7,7 +7,6 @@ given wherever a name can, itself or as "package.module:function".
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from zeroengine.pipeline.actions import Action, Kind, Orders, Schedule, Schedule
 from zeroengine.pipeline.greedy import v_zero_bubble_orders
 from zeroengine.pipeline.lowering import lower
 from zeroengine.pipeline.placement import looped, v_shaped
+from zeroengine.wording import did_you_mean
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741  (the names that the papers use)
 
@@ -285,9 +285,8 @@ def find_rule(schedule: str | ScheduleRule) -> ScheduleRule:
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
     if ":" not in schedule:
-        near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1, cutoff=0.4)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
-        raise ScheduleError(f"schedule '{schedule}' is not known{hint} It is one of {', '.join(SCHEDULES)}, or 'package.module:function'")
+        hint = did_you_mean(schedule, SCHEDULES, f"it is one of {', '.join(SCHEDULES)}")
+        raise ScheduleError(f"schedule '{schedule}' is not known and no 'package.module:function'; {hint}")
     module, _, name = schedule.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)

@@ -20,6 +20,7 @@ from zeroengine.planner.plan import Plan, Planner
 from zeroengine.planner.predicted import with_predictions
 from zeroengine.planner.search import Found, search
 from zeroengine.planner.show import in_full, plain, sent_by_dim, size, summary, table
+from zeroengine.wording import positive
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,15 +28,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} ({self.prog} --help)")
 
 
-def _positive(text: str) -> int:
-    """A number from 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of 1 or more")
-    return int(text)
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(n) for n in text.split(","))
+    return tuple(positive(n) for n in text.split(","))
 
 
 def _stages(text: str) -> tuple[int, ...]:
@@ -73,16 +67,16 @@ def build_parser() -> argparse.ArgumentParser:
     add = job.add_argument
     add("--model", help="folder with config.json, its path, a model type of transformers, or python:package.module:factory")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="attribute of the model's configuration; repeatable")
-    add("--gpus", type=_positive, default=8, help="ranks (default %(default)s)")
+    add("--gpus", type=positive, default=8, help="ranks (default %(default)s)")
     add("--gpu-memory", default=None, metavar="SIZE", help="of one, as 80GB (default: what the hardware has)")
     add("--host-memory", default=None, metavar="SIZE", help="of a host, for offloading (default: not looked at)")
-    add("--sequence", type=_positive, default=None, help="tokens of a sequence (default: the model's longest, at most 4096)")
-    add("--batch", type=_positive, default=None, help="sequences of a step over all ranks (default: 4 for each rank)")
+    add("--sequence", type=positive, default=None, help="tokens of a sequence (default: the model's longest, at most 4096)")
+    add("--batch", type=positive, default=None, help="sequences of a step over all ranks (default: 4 for each rank)")
     add("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="type of weights (default %(default)s)")
     add("--optimizer", default="AdamW", help="its name in the configuration (default %(default)s)")
     add("--config", default=None, metavar="FILE", help="configuration whose other keys the plan keeps")
     add("--hardware", default="a100-80g", help=f"{', '.join(PRESETS)}, or a file of --measure (default %(default)s)")
-    add("--gpus-per-node", type=_positive, default=None, help="default: what the hardware says")
+    add("--gpus-per-node", type=positive, default=None, help="default: what the hardware says")
     tried = parser.add_argument_group("what is tried (numbers separated by commas)")
     add = tried.add_argument
     for name in ("pp", "tp"):
@@ -105,9 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--nvme-path", default="/tmp/zeroengine", metavar="FOLDER", help="of state on a disk, also for --measure (default %(default)s)")
     told = parser.add_argument_group("what is told")
     add = told.add_argument
-    add("--top", type=_positive, default=10, help="rows of the table (default %(default)s)")
+    add("--top", type=positive, default=10, help="rows of the table (default %(default)s)")
     add("--write", default=None, metavar="FILE", help="writes the configuration of the best layout")
-    add("--choose", type=_positive, default=1, help="another row of the table than the first")
+    add("--choose", type=positive, default=1, help="another row of the table than the first")
     add("--json", action="store_true", help="for programs")
     add("--measure", default=None, metavar="FILE", help="measures this machine for --gpus ranks, writes FILE, and ends")
     add(
