@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
-from zeroengine.device import local_device
+from zeroengine.device import keep_freed_memory, local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
@@ -82,6 +82,7 @@ def initialize(
         raise ConfigError("mpu is not used: give parallel degrees in the config's `mesh` section, or a `mesh`")
     init_distributed(distributed_port=distributed_port)
     device = local_device()
+    keep_freed_memory(device)
     _check_places(settings, device)
     if settings.activation_checkpointing.cpu_checkpointing and device.type == "cpu":
         log_rank0(NO_EFFECT)
