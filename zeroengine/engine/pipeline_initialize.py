@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zeroengine.comm.together import together
 from zeroengine.config import Config, resolve_batch
 from zeroengine.config.sections import MeshSection
 from zeroengine.engine.data import EngineLoader, build_loader
@@ -17,7 +18,7 @@ from zeroengine.engine.experts import groups_of, spread_experts
 from zeroengine.engine.mechanism import Mechanism, attach_optimizer
 from zeroengine.engine.memory import check_memory
 from zeroengine.engine.pipeline import PipelineEngine
-from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences, together
+from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, Ties, build_stages, check_places
 from zeroengine.errors import ModelError
 from zeroengine.logging import log_rank0

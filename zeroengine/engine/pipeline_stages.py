@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.together import exchange_values
 from zeroengine.config import Config
 from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, keep_in_fp32, placement_for, sharding_rule
-from zeroengine.engine.pipeline_sharing import exchange_values
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import first_bad, first_told, root
