@@ -161,20 +161,26 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     rule = sharding_rule(config)
     if rule.dtype is not None:
         check_names(module, rule.keep)
-    check_packed(module)
-    cast_buffers(module, rule)
+    prepare(module, rule)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    pooled, kept = tuple(pools.values()), (*keep_in_fp32(module, rule), FormatKept(module))
+    pooled, kept = tuple(pools.values()), keep_formats(module, rule)
     return Mechanism(built.buckets, sharder, reducer, pooled, gradients, groups, built.masters, placement, handles=kept)
 
 
-def keep_in_fp32(module: nn.Module, rule: ShardingRule) -> tuple[Any, ...]:
-    """Hooks on the modules that stay in fp32 in a 16-bit model."""
-    return () if rule.dtype is None else tuple(compute_in_fp32(list(kept_modules(module, rule.keep).values()), rule.dtype))
+def prepare(module: nn.Module, rule: ShardingRule) -> None:
+    """Before the buckets: refuses weights that cannot be trained through, and casts buffers. Raises `ModelError`."""
+    check_packed(module)
+    cast_buffers(module, rule)
+
+
+def keep_formats(module: nn.Module, rule: ShardingRule) -> tuple[Any, ...]:
+    """After the buckets: handles of what keeps modules of a 16-bit model in fp32, and packed weights as they are."""
+    hooks = () if rule.dtype is None else compute_in_fp32(list(kept_modules(module, rule.keep).values()), rule.dtype)
+    return (*hooks, FormatKept(module))
 
 
 def build_gradients(buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]) -> list[BucketGradients]:
