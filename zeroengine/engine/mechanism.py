@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from zeroengine.comm.alike import are_alike
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.device import DTYPES
-from zeroengine.errors import DivergenceError
+from zeroengine.errors import DivergenceError, RankError
 from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
@@ -66,14 +66,25 @@ class Mechanism:
 
     def remove(self) -> None:
         """Gives the model back its parameters. Collective."""
-        self.reducer.forget()
-        self.reducer.remove()
-        self.sharder.remove()
-        for handle in self.handles:
-            handle.remove()
-        for pool in self.pools:
-            pool.clear()
-        self.placement.close()
+        in_turn(
+            self.reducer.forget, self.reducer.remove, self.sharder.remove, *(handle.remove for handle in self.handles),
+            *(pool.clear for pool in self.pools), self.placement.close,
+        )  # fmt: skip
+
+
+def in_turn(*steps: Callable[[], object]) -> None:
+    """Runs all `steps`, also after one that fails, and raises the first error then. Where a rank is gone, no other follows: they
+    would wait for it."""
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            first = first or error
+            if isinstance(error, RankError) and not isinstance(error, DivergenceError):
+                break
+    if first is not None:
+        raise first
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
