@@ -216,11 +216,6 @@ def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
     return Sharder(module, built.buckets, window, built.units)
 
 
-def build_scaler(config: Config) -> LossScaler:
-    fp16 = config.fp16
-    return LossScaler.from_config(fp16) if fp16.enabled else LossScaler.unit()
-
-
 def attach_optimizer(
     mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
     tensor: Communicator | None = None,
@@ -231,7 +226,7 @@ def attach_optimizer(
     attached = attach(source, groups, mechanism.gradients, mechanism.masters)
     mechanism.optimizer = ZeroOptimizer(
         attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        LossScaler.from_config(config.fp16), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
         mechanism.placement,
     )  # fmt: skip
     if tensor is not None:
