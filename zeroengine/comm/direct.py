@@ -178,7 +178,7 @@ class DirectCommunicator:
         self._note("exchange", subject, mine, checks.exchange_share(mine, self.size))
         handle = all_gather_single(rows, mine, group=self._group, async_op=True)
         DirectWork(handle, (rows, mine)).wait()
-        return rows.view(self.size, mine.numel()).cpu()
+        return rows.view(self.size, -1).cpu()
 
     def barrier(self, subject: str) -> None:
         raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")

@@ -62,7 +62,8 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         self._recomputes = module.recomputes  # of all stages, from the first pass on
         self._labels: dict[int, Any] = {}
         self._factors: dict[int, float] = {}
-        self._loss_sum, self._loss_factor = 0.0, 1.0
+        self._loss_sum: float | Tensor = 0.0  # on the device, which computes on
+        self._loss_factor = 1.0
         self._kept: dict[int, Any] | None = None  # outputs of the last stage in an evaluation that wants them
         self._batch_function, self._given_data = None, None
         self._ran: Checked | None = None
@@ -272,7 +273,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         loss = self.module.loss(output, self._labels.get(micro))
         weighted = loss.float() * factor if isinstance(loss, Tensor) and loss.numel() == 1 else loss
         if isinstance(weighted, Tensor) and weighted.numel() == 1:
-            self._loss_sum += float(weighted.detach())
+            self._loss_sum = self._loss_sum + weighted.detach().double()
         return weighted
 
     def _pass(self, checked: Checked, feed: dict[int, Any] | None) -> Tensor:
@@ -290,7 +291,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         scale = self.optimizer.scaler.scale if self.optimizer is not None and checked.schedule.trains else 1.0
         mean = torch.zeros(1, dtype=torch.float64)
         if self.is_last_stage():
-            table = self.mesh.control.exchange(torch.tensor([self._loss_sum / scale], dtype=torch.float64), "loss")
+            table = self.mesh.control.exchange(torch.tensor([float(self._loss_sum) / scale], dtype=torch.float64), "loss")
             mean = table.sum().view(1) / self._loss_factor
         self._comms.control.broadcast(mean, self.module.placement[-1], "loss").wait()
         return mean[0].float().to(self.device)
