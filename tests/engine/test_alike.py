@@ -212,8 +212,12 @@ class Counting(IterableDataset[Any]):
 
 
 def _iterable(rank: int, world: int) -> list[list[float]]:
-    loader = zeroengine.initialize(model=_model(), config=_config(0) | {"train_micro_batch_size_per_gpu": 2}, training_data=Counting())[2]
+    config = _config(0) | {"train_micro_batch_size_per_gpu": 2}
+    engine, _, loader, _ = zeroengine.initialize(model=_model(), config=config, training_data=Counting())
     assert loader is not None
+    with pytest.raises(ConfigError, match="training_data gives 2 samples"):
+        engine.set_train_micro_batch_size(4)  # samples would be counted that nobody reads
+    assert engine.get_batch_info() == (2 * world, 2, 1)
     return [batch.tolist() for batch in loader]
 
 
