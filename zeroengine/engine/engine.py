@@ -35,6 +35,7 @@ from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook, in_backward
+from zeroengine.zero.modes import Modes
 
 
 class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods, ScriptMethods, LoopMethods, nn.Module):
@@ -235,12 +236,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Any:
         """The module's output on the next batch, in evaluation mode and without gradients."""
-        was_training = self.module.training
-        self.eval()
+        modes = Modes(self.module)
+        self.module.eval()
         try:
             return self._call(next(data_iter))
         finally:
-            self.train(was_training)
+            modes.restore()
 
     def _call(self, batch: Any) -> Any:
         batch = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, batch)

@@ -39,6 +39,7 @@ from zeroengine.pipeline.schedules import forward_schedule, whole_backward
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.modes import Modes
 
 
 class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
@@ -118,10 +119,10 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"engine.eval_batch: num_micro_batches is {num_micro_batches!r}; it is a whole number, at least 1")
         self.mechanism.placement.check_here()
-        was_training = self.module.training
+        modes = Modes(self.module)
         only_outputs = return_outputs or not compute_loss
         self._kept = {} if return_logits or only_outputs else None
-        self.eval()
+        self.module.eval()
         try:
             feed = self._deal(data_iter, count)
             if only_outputs:
@@ -135,7 +136,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
                 self.last_run.outputs = {}  # whoever asked has them
         finally:
             self._kept = None
-            self.train(was_training)
+            modes.restore()
         if only_outputs:
             return found
         return (loss, _as_one(found)) if return_logits else loss
