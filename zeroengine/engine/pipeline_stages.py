@@ -69,7 +69,7 @@ class Ties:
         self.mine: list[tuple[Tie, list[int]]] = []  # with the pipeline ranks that share it, the owner's first
         self.not_owned: frozenset[str] = frozenset()
         for tie in module.ties:
-            ranks = list(dict.fromkeys(module.placement[s] for s in tie.stages))
+            ranks = module.ranks_of(tie)
             if comms.stream.rank in ranks and len(ranks) > 1:
                 self.mine.append((tie, ranks))
                 if ranks[0] != comms.stream.rank:
