@@ -133,14 +133,12 @@ class Placement(Places):
 
     # --- masters and optimizer state ------------------------------------------------------------------------------
 
-    def choose(self, index: int, numel: int, subject: str) -> bool:
+    def choose(self, index: int, numel: int, subject: str) -> None:
         """Decides for bucket `index` of `numel` elements whether its state leaves the device. Once for each, in order."""
-        away = self.moves_state(numel)
-        if away:
+        if self.moves_state(numel):
             self._on_host.add(index)
-        if away and self.state_rule.tier == "nvme":
-            self._homes[index] = self._stores["optimizer"].record(subject, tuple)
-        return away
+            if self.state_rule.tier == "nvme":
+                self._homes[index] = self._stores["optimizer"].record(subject, tuple)
 
     def state(self, index: int) -> Home:
         """The home of masters and state of bucket `index`."""
