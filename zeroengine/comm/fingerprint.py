@@ -71,7 +71,8 @@ def describe(kind: str, subject: str, numel: int, dtype: torch.dtype, detail: st
 
 def header_of(row: Tensor) -> list[int]:
     """The header in a `Fingerprint.pack`."""
-    return row[: Fingerprint.WIDTH * 8].clone().view(torch.int64).tolist()
+    header: list[int] = row[: Fingerprint.WIDTH * 8].clone().view(torch.int64).tolist()
+    return header
 
 
 def decode_packed(row: Tensor) -> str:
