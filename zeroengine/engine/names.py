@@ -139,8 +139,8 @@ class ScriptMethods:
         if self.training_dataloader is not None and micro_batch_size != self.batch.micro:
             raise ConfigError(
                 f"set_train_micro_batch_size({micro_batch_size}): the engine's own loader of training_data gives {self.batch.micro} "
-                "samples at a time; give zeroengine.initialize no training_data and batches of your own loader to the engine, or change the "
-                "number of micro-batches by set_train_batch_size"
+                "samples at a time; give zeroengine.initialize no training_data and batches of your own loader to the engine, or change "
+                "the number of micro-batches by set_train_batch_size"
             )
         self._set_batch(micro_batch_size * self.batch.accumulation * self.mesh.sample_groups, micro_batch_size)
 

@@ -217,12 +217,17 @@ class StageReducers:
 
 
 def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, everyone: Communicator, trains: bool) -> Mechanism:
-    """Shards the stages of this rank. Raises `ModelError` on all ranks. Collective over `everyone`."""
-    check_same(module, groups)
+    """Shards the stages of this rank. Raises the same error on all ranks for a model that is unlike or cannot be trained. Collective over
+    `everyone`."""
     pools = make_pools(groups)
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
-    together(everyone, "preparing the stages", lambda: prepare(module, rule))
+
+    def prepared() -> None:
+        check_same(module, groups)
+        prepare(module, rule)
+
+    together(everyone, "preparing the stages", prepared)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
