@@ -117,6 +117,9 @@ def _others(comm) -> None:
     comm.all_to_all(target, source, "experts", output_splits=receives, input_splits=sends).wait()
     same(target, torch.cat([torch.full((c,), 10.0 * i + me) for i, c in enumerate(receives)]))
     same(comm.exchange(torch.tensor([me, 7]), "counts"), torch.tensor([[r, 7] for r in range(n)]))
+    same(comm.exchange(torch.tensor(me), "one"), torch.tensor([[r] for r in range(n)]))
+    same(comm.exchange(torch.tensor([[me, 1], [2, 3]]), "rows"), torch.tensor([[r, 1, 2, 3] for r in range(n)]))
+    assert comm.exchange(torch.ones(2, 0), "nothing").shape == (n, 0)
     comm.barrier("end")
     if n > 1:
         _ring(comm)

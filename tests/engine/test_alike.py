@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -84,6 +86,18 @@ def _options(rank: int, stage: int) -> None:
 def _configuration(rank: int, stage: int) -> None:
     with pytest.raises(DivergenceError, match="gradient_clipping = .*the same configuration everywhere"):
         _engine(stage, gradient_clipping=1.0 + rank)
+    _nothing_is_left(lambda: _engine(stage, gradient_clipping=1.0 + rank))
+    _nothing_is_left(lambda: _engine(stage, nn.Linear(4, 4 + rank)))
+
+
+def _nothing_is_left(make: Callable[[], Any]) -> None:
+    """Of an engine that the ranks refuse for what they have unlike. Later ones count: some threads are the process'."""
+    held = []
+    for _ in range(2):
+        with pytest.raises(DivergenceError):
+            make()
+        held.append((threading.active_count(), len(dist.distributed_c10d._world.pg_map)))
+    assert held[0] == held[1], held
 
 
 def _rollback(rank: int, stage: int, folder: str) -> None:
@@ -198,8 +212,12 @@ class Counting(IterableDataset[Any]):
 
 
 def _iterable(rank: int, world: int) -> list[list[float]]:
-    loader = zeroengine.initialize(model=_model(), config=_config(0) | {"train_micro_batch_size_per_gpu": 2}, training_data=Counting())[2]
+    config = _config(0) | {"train_micro_batch_size_per_gpu": 2}
+    engine, _, loader, _ = zeroengine.initialize(model=_model(), config=config, training_data=Counting())
     assert loader is not None
+    with pytest.raises(ConfigError, match="training_data gives 2 samples"):
+        engine.set_train_micro_batch_size(4)  # samples would be counted that nobody reads
+    assert engine.get_batch_info() == (2 * world, 2, 1)
     return [batch.tolist() for batch in loader]
 
 

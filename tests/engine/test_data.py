@@ -117,7 +117,11 @@ def _resume(rank: int, ranks: int, folder: str) -> tuple[list[float], list[float
     again.load_checkpoint(folder)
     fresh_engine = [float(again.train_batch()) for _ in range(3)]
     engine.load_checkpoint(folder)  # an engine that has trained goes back too
-    return expected[4:], fresh_engine, [float(engine.train_batch()) for _ in range(3)]
+    back = [float(engine.train_batch()) for _ in range(3)]
+    dropout = engine.module.net[1].eval()
+    engine.eval_batch(iter([torch.ones(2, 1)]))
+    assert engine.module.training and not dropout.training  # each part is in the mode that its user gave it
+    return expected[4:], fresh_engine, back
 
 
 @pytest.mark.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 
 from tests.engine.models import TinyLM, config, tokens
 from tests.ranks import run_ranks
+from zeroengine.errors import OffloadError
+from zeroengine.monitor.observer import Observer
 
 ENGINES = int(os.environ.get("ZE_ENGINES", "48"))
 MIB = 2**20
@@ -130,6 +133,53 @@ def test_module_of_a_destroyed_engine_is_whole_and_serves_again() -> None:
     assert results[0] == results[1]
     for stage, changed_by_destroy, changed_by_engine, _ in results[0]:
         assert changed_by_destroy == 0.0 and changed_by_engine == 0.0, stage
+
+
+class _Full(Observer):
+    """Writes its last to a disk that has no room."""
+
+    def close(self) -> None:
+        raise OSError("no space left")
+
+
+def _breaks(rank: int, world: int) -> list[str]:
+    """Engines that end with errors: of one rank's observer, of files that are gone."""
+    import zeroengine
+
+    zeroengine.init_distributed(verbose=False)
+    found, groups = [], len(dist.distributed_c10d._world.pg_map)
+    with tempfile.TemporaryDirectory() as folder:
+        for how in ("observer", "states"):
+            model = TinyLM()
+            engine, *_ = zeroengine.initialize(model=model, config=config(3, **kinds(folder)[1]))
+            train(engine, rank)
+            if how == "observer" and rank == 0:
+                engine.watch.add(_Full())
+            if how == "states":
+                engine.offload_states(include=["optim_states"], device="nvme", nvme_path=folder)
+                for lot in engine.mechanism.placement.parked.lots if rank == 0 else []:
+                    lot.put_back = _gone
+            try:
+                engine.destroy()
+                found.append("")
+            except (OSError, OffloadError) as error:
+                found.append(str(error))
+            engine.destroy()  # twice does no harm
+            assert all(type(p) is nn.Parameter and not hasattr(p, "_zero") for p in model.parameters()), how
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), how
+            assert len(dist.distributed_c10d._world.pg_map) == groups, how
+            assert not list(Path(folder).iterdir()), how
+    return found
+
+
+def test_an_engine_that_ends_with_an_error_leaves_nothing_either() -> None:
+    (first, gone), (none, told) = run_ranks(_breaks, 2, timeout=60)
+    assert first == "no space left" and none == ""
+    assert gone == told and "reload_states: rank 0: gone" in gone
+
+
+def _gone() -> None:
+    raise OffloadError("rank 0: gone")
 
 
 def _shared(rank: int, world: int) -> tuple[list[float], list[float], list[float], int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroengine.errors import ConfigError
 from zeroengine.moe import Capacity, ExpertBank, ExpertList, MoE, Router, RouterRule
@@ -14,6 +16,7 @@ from zeroengine.moe.collectives import decode, encode
 from zeroengine.moe.group import alone
 from zeroengine.moe.grouped import grouped_linear, grouped_mlp
 from zeroengine.moe.plan import block_order, even_shares, invert
+from zeroengine.moe.statistics import Statistics
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
@@ -228,3 +231,16 @@ def test_a_shared_expert_is_added() -> None:
     with_shared = layer(x)[0]
     layer.sparse.shared = None
     assert torch.allclose(with_shared, layer(x)[0] + shared(x), atol=1e-6)
+
+
+def test_statistics_read_no_value_until_they_are_asked_for() -> None:
+    with FakeTensorMode():  # whose tensors have none
+        unread = Statistics(4)
+        for _ in range(2):
+            unread.record(torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2, dtype=torch.bool), torch.ones(3, 4), True)
+    counted = Statistics(4)
+    assert counted.row().tolist() == [0.0] * 7
+    for _ in range(2):
+        counted.record(torch.tensor([[0, 1], [0, 3]]), torch.tensor([[True, False], [True, True]]), torch.ones(2, 4), True)
+    counted.record(torch.tensor([[2, 2]]), None, None, False)
+    assert counted.load.tolist() == [4, 2, 0, 2] and counted.row().tolist() == pytest.approx([4, 2, 0, 2, 2, 4 * math.log(4), 4])

@@ -288,9 +288,21 @@ def test_which_buckets_leave_the_device() -> None:
     for ratio, expected in ((1.0, [True] * 8), (0.0, [False] * 8), (0.5, 4), (0.25, 2)):
         rule = OffloadRule("cpu", ratio=ratio)
         placement = Placement(torch.device("cpu"), 0, rule, OffloadRule())
-        chosen = [placement.choose(i, 100, "") for i in range(8)]
+        chosen = [placement.moves_state(100) for _ in range(8)]
         assert chosen == expected or sum(chosen) == expected
+        for i in range(8):
+            placement.choose(i, 100, "")
         assert not any(placement.on_host(i) for i in range(8))  # the device is the host
+
+
+def test_activations_go_where_each_call_wants_them(tmp_path: Path) -> None:
+    placement = Placement.on_device(torch.device("cpu"))
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    stores = [placement.activation_store(base, count) for base, count in ((one, 2), (two, 2), (one, 3), (one, 2))]
+    assert [(s.folder.asked, s.buffers.count) for s in stores] == [(one, 2), (two, 2), (one, 3), (one, 2)]
+    assert stores[3] is stores[0] and len(placement.stores) == 3
+    placement.close()
+    assert not any(list(Path(base).iterdir()) for base in (one, two))
 
 
 def test_limits_of_a_control_group(tmp_path: Path) -> None:

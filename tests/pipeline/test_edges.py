@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -227,6 +228,26 @@ def _parked() -> tuple[str, str, bool]:
     return (*messages, again == pytest.approx(whole()[1:], rel=1e-6))
 
 
+def _formats() -> list[Any]:
+    """Layers that stay in fp32, named on another stage or on none; a weight that bitsandbytes has packed, on the last stage only."""
+    low = {"bf16": {"enabled": True}}
+    model = module()
+    for layer in model.layers.values():
+        layer.support_avx512bf16_for_cpu = True
+    engine = engine_of(model, 1, data_types={"keep_in_fp32_modules": ["layers.3"]}, **low)
+    steps(engine, count=1)
+    found: list[Any] = [{n: m.weight.dtype for n, m in model.layers.items()}]
+    packs = [m.support_avx512bf16_for_cpu for m in model.layers.values()]
+    engine.destroy()
+    found.append((packs, [m.support_avx512bf16_for_cpu for m in model.layers.values()]))
+    found.append(told(lambda: engine_of(module(), 1, data_types={"keep_in_fp32_modules": ["layers.3", "layer.3"]}, **low)))
+    packed = module()
+    if "3" in packed.layers:
+        packed.layers["3"].weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
+    found.append(told(lambda: engine_of(packed, 1)))
+    return found
+
+
 def _evaluated() -> list[Any]:
     engine = engine_of(module())
     mean, outputs = engine.eval_batch(iter(pairs(0)), 2, return_logits=True)
@@ -296,7 +317,7 @@ def _two(rank: int, world: int, folder: str) -> dict[str, Any]:
     engine.destroy()
     found["again"] = [_recomputed(s, layer, each) for layer, each in ((Again, 2), (OfTransformers, 0)) for s in ("1f1b", "zb-h1", "zb-v")]
     found["parked"], found["evaluated"], found["resumed"] = _parked(), _evaluated(), _resumed(folder)
-    found["crossings"] = _crossings()
+    found["crossings"], found["formats"] = _crossings(), _formats()
     return found
 
 
@@ -365,6 +386,16 @@ def test_layers_run_again_once_whatever_the_schedule(two: list[dict[str, Any]]) 
 def test_states_that_are_away_are_an_error_of_all_stages(two: list[dict[str, Any]]) -> None:
     for trained, evaluated, same in (r["parked"] for r in two):
         assert "reload_states" in trained and "reload_states" in evaluated and same
+
+
+def test_formats_of_weights_are_looked_after_on_all_stages(two: list[dict[str, Any]]) -> None:
+    assert two[0]["formats"][0] == {"0": torch.bfloat16, "1": torch.bfloat16}
+    assert two[1]["formats"][0] == {"2": torch.bfloat16, "3": torch.float32}
+    for rank in two:
+        _, packs, name, packed = rank["formats"]
+        assert packs == ([False] * 2, [True] * 2)
+        assert "is called 'layer.3';" in name
+        assert "'layers.3.weight' was packed" in packed
 
 
 def test_what_scripts_ask_a_pipelines_engine(two: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from zeroengine.comm import Fabric, init_distributed
+from zeroengine.pipeline.actions import Action
 from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.executor import Executor
 from zeroengine.pipeline.schedules import SCHEDULES, forward_schedule
@@ -24,6 +25,23 @@ WIDTH = 5
 def layers(stages: int) -> list[nn.Module]:
     torch.manual_seed(1)
     return [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(stages)]
+
+
+class NoHooks:
+    def gather(self, stage: int) -> None:
+        return
+
+    def before_backward(self, micro: int) -> None:
+        return
+
+    def before_gradients(self, stage: int, last: bool) -> None:
+        return
+
+    def after_backward(self, stage: int, weights: bool) -> None:
+        return
+
+    def computing(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Kept:
@@ -80,11 +98,12 @@ def _run(rank: int, world: int, cases: list[tuple[str, int, int]]) -> list[Any]:
                 y = model[stage](x)
                 return y.pow(2).sum() if stage == stages - 1 else y
 
-        executor = Executor(stages, checked.schedule.placement, forward, *streams, torch.device("cpu"))
+        before = streams[1].traffic.calls["send"]
+        executor = Executor(stages, checked.schedule.placement, forward, *streams, torch.device("cpu"), NoHooks())
         run = executor.run(checked, {i: x.clone() for i, x in samples(micro).items()})
         grads = {s: [p.grad for p in model[s].parameters()] for s in checked.schedule.stages_of(rank)}
         left = sum(r.live for r in executor.runners.values()) + sum(kept.count.values())
-        layouts = sum(w.layouts_sent for w in executor._wires.values())
+        layouts = streams[1].traffic.calls["send"] - before
         outputs = {i: float(v) for i, v in run.outputs.items()}
         found.append((outputs, grads, (run.peak_live, kept.most), checked.peak_live[rank], left, layouts))
     fabric.close()
@@ -141,7 +160,7 @@ def _trees(rank: int, world: int) -> Any:
         return {"hidden": (hidden, extra), "rest": tree["rest"]}
 
     weight = torch.tensor(2.0, requires_grad=True)
-    executor = Executor(world, tuple(range(world)), forward, *streams, torch.device("cpu"))
+    executor = Executor(world, tuple(range(world)), forward, *streams, torch.device("cpu"), NoHooks())
     extra = torch.ones(2, requires_grad=True)
     rest = (torch.tensor([True, False]), torch.arange(3), None, 3, torch.ones(2, dtype=torch.float64), "flag", torch.empty(0, 4))
     feed = {i: {"hidden": (torch.ones(4), extra), "rest": rest} for i in range(4)}
@@ -174,7 +193,7 @@ def _fail(rank: int, world: int, how: str) -> float:
         return (x * weight).sum() if stage == world - 1 else x * weight
 
     weight = torch.ones(3, requires_grad=True)
-    executor = Executor(world, tuple(range(world)), forward, *streams, torch.device("cpu"))
+    executor = Executor(world, tuple(range(world)), forward, *streams, torch.device("cpu"), NoHooks())
     start = time.monotonic()
     executor.run(check(SCHEDULES["1f1b"].build(world, 6)), {i: torch.ones(3) for i in range(6)})
     return time.monotonic() - start

@@ -97,10 +97,15 @@ def _train_llama(rank: int, world: int, stage: int, chunks: int) -> Any:
     zeroengine.init_distributed(verbose=False)
     with zeroengine.zero.Init(enabled=stage == 3):
         whole = _llama()
+    still = whole.model.layers[0].mlp.eval()
     model = split_causal_lm(whole, world, schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks)
+    assert whole.training and not still.training
     engine, *_ = zeroengine.initialize(model=model, config=common.config(stage, 2))
     losses = [float(engine.train_batch(iter(_texts(step, 2)))) for step in range(2)]
-    return losses, engine.full_state_dict(), float(engine.eval_batch(iter(_texts(9, 2)), 2))
+    still = next(m for m in model.modules() if isinstance(m, type(still))).eval()
+    mean = float(engine.eval_batch(iter(_texts(9, 2)), 2))
+    assert model.training and model.skeleton(model.local_stages[0]).training and not still.training
+    return losses, engine.full_state_dict(), mean
 
 
 @pytest.mark.parametrize(("stage", "chunks"), [(1, 1), (3, 2)])

@@ -21,7 +21,7 @@ from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.draw import as_text, as_trace
 from zeroengine.pipeline.lowering import lower
 from zeroengine.pipeline.schedules import SCHEDULES, find_rule, forward_schedule, schedule_rule, whole_backward
-from zeroengine.pipeline.simulate import Costs, ideal_bubble, simulate
+from zeroengine.pipeline.simulate import Costs, simulate
 
 
 def legal(name: str, ranks: int, micro: int, chunks: int) -> bool:
@@ -30,6 +30,16 @@ def legal(name: str, ranks: int, micro: int, chunks: int) -> bool:
     if name in ("zb-v", "dualpipe-v"):
         return chunks == 2 and (name == "zb-v" or micro >= 2 * ranks)
     return chunks == 1
+
+
+def ideal_bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float | None:
+    """Share of idle time by formula, for equal stages and free messages: (P-1)/(m+P-1) for GPipe and 1F1B; for interleaved
+    the idle time is divided by the chunks, (P-1)/(v m + P-1). None where the formula depends on the costs."""
+    if name in ("gpipe", "1f1b"):
+        return (ranks - 1) / (micro_batches + ranks - 1)
+    if name == "interleaved":
+        return (ranks - 1) / (chunks * micro_batches + ranks - 1)
+    return None
 
 
 def verify(name: str, ranks: int, micro: int, chunks: int) -> None:

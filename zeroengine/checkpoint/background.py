@@ -83,11 +83,6 @@ class BackgroundSaver:
             rest.clear()
             self._copied.set()
 
-    @property
-    def busy(self) -> bool:
-        """A save is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self) -> None:
         """Returns when the save under way is complete. Raises its error, once."""
         thread, self._thread = self._thread, None

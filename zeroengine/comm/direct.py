@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm import checks
-from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, decode, divergence
+from zeroengine.comm.fingerprint import Fingerprint, decode_packed, divergence
 from zeroengine.comm.listening import Listener, Movement, Watched
 from zeroengine.comm.protocol import Communicator, ReduceOp, Traffic, Work
 from zeroengine.comm.torch_names import REDUCE_OPS, all_gather_single, all_to_all_single, reduce_scatter_single
@@ -78,13 +78,12 @@ class OrderRecord:
     def recent(self) -> tuple[Tensor, Tensor]:
         """Hashes [64] and headers with texts [64, bytes] of the last operations, oldest first, padded with zeros."""
         hashes = torch.zeros(_REMEMBERED, dtype=torch.int64)
-        rows = torch.zeros(_REMEMBERED, Fingerprint.WIDTH * 8 + SUBJECT_BYTES, dtype=torch.uint8)
+        rows = torch.zeros(_REMEMBERED, Fingerprint.PACKED, dtype=torch.uint8)
         start = self.issued - len(self._recent)
         for i, (value, mark) in enumerate(self._recent):
             at = (start + i) % _REMEMBERED  # by number of the operation: the same row on every rank
             hashes[at] = value
-            header = torch.tensor(mark.header(start + i), dtype=torch.int64).view(torch.uint8)
-            rows[at] = torch.cat([header, torch.frombuffer(bytearray(mark.text()), dtype=torch.uint8)])
+            rows[at] = mark.pack(start + i)
         return hashes, rows
 
 
@@ -178,7 +177,7 @@ class DirectCommunicator:
         self._note("exchange", subject, mine, checks.exchange_share(mine, self.size))
         handle = all_gather_single(rows, mine, group=self._group, async_op=True)
         DirectWork(handle, (rows, mine)).wait()
-        return rows.view(self.size, *values.shape).cpu()
+        return rows.view(self.size, -1).cpu()
 
     def barrier(self, subject: str) -> None:
         raise TypeError(f"communicator {self.name!r} never blocks the host; barrier {subject!r} on a control communicator")
@@ -220,7 +219,6 @@ class DirectCommunicator:
         return work if movement is None else _WatchedOnStream(work, movement, self.listeners)
 
     def _first_difference(self, hashes: Tensor, texts: Tensor) -> Exception:
-        width = Fingerprint.WIDTH * 8
         me = self.ranks[self.rank]
         # row i holds operation number n with n % 64 == i; the oldest that differs is the first divergence remembered
         numbers = texts[:, :, :8].contiguous().view(torch.int64).squeeze(-1)
@@ -229,9 +227,8 @@ class DirectCommunicator:
         if not candidates:
             return divergence(self.name, me, [(r, "another history, in another group") for r in self.ranks])
         first = min(candidates, key=lambda i: int(numbers[:, i].max()))
-        lines = []
-        for rank, row, value in zip(self.ranks, texts[:, first], hashes[:, first], strict=True):
-            header = row[:width].clone().view(torch.int64).tolist()
-            issued = int(value) != 0
-            lines.append((rank, decode(header, bytes(row[width:].tolist())) if issued else "nothing more"))
+        lines = [
+            (rank, decode_packed(row) if int(value) else "nothing more")
+            for rank, row, value in zip(self.ranks, texts[:, first], hashes[:, first], strict=True)
+        ]
         return divergence(self.name, me, lines)

@@ -38,6 +38,7 @@ class Fingerprint:
     detail: str = ""
 
     WIDTH = 6
+    PACKED = WIDTH * 8 + SUBJECT_BYTES
 
     def header(self, index: int) -> list[int]:
         """`WIDTH` signed 64-bit integers; equal on two ranks when the operations are."""
@@ -54,6 +55,11 @@ class Fingerprint:
             subject = b"..." + subject[-(room - 3) :]
         return (subject + b"\0" + detail).ljust(SUBJECT_BYTES, b"\0")
 
+    def pack(self, index: int) -> Tensor:
+        """Header and text, uint8 [`PACKED`]."""
+        header = torch.tensor(self.header(index), dtype=torch.int64)
+        return torch.cat([header.view(torch.uint8), torch.frombuffer(bytearray(self.text()), dtype=torch.uint8)])
+
     def describe(self) -> str:
         return describe(self.kind, self.subject, self.numel, self.dtype, self.detail)
 
@@ -61,6 +67,17 @@ class Fingerprint:
 def describe(kind: str, subject: str, numel: int, dtype: torch.dtype, detail: str) -> str:
     size = f", {numel} x {str(dtype).removeprefix('torch.')}" if numel else ""
     return f"{kind} {subject!r}{size}{', ' + detail if detail else ''}"
+
+
+def header_of(row: Tensor) -> list[int]:
+    """The header in a `Fingerprint.pack`."""
+    header: list[int] = row[: Fingerprint.WIDTH * 8].clone().view(torch.int64).tolist()
+    return header
+
+
+def decode_packed(row: Tensor) -> str:
+    """As `decode`, from a `Fingerprint.pack`."""
+    return decode(header_of(row), bytes(row[Fingerprint.WIDTH * 8 :].tolist()))
 
 
 def decode(header: Sequence[int], text: bytes) -> str:

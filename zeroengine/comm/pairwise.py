@@ -16,13 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint, as_bytes, decode, divergence
+from zeroengine.comm.fingerprint import Fingerprint, as_bytes, decode_packed, divergence, header_of
 from zeroengine.comm.lane import Lane, Operation, Watch
 from zeroengine.comm.shared import Channel, SharedTransport
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.wire import Wire
 
-_HEADER_BYTES = Fingerprint.WIDTH * 8 + SUBJECT_BYTES
 _LARGEST_TAG = 2**31 // 3 - 1  # a message over the wire has three tags, which are C integers
 _LONGEST_PAUSE = 1e-3  # seconds between two looks for a message from anywhere
 _ANY = -1
@@ -121,8 +120,7 @@ class PairLanes:
         """`theirs`: the sender's header, if it has come already."""
         index, line.moved = line.moved, line.moved + 1
         peer = line.dst if mark.kind == "send" else line.src
-        header = torch.tensor(mark.header(index), dtype=torch.int64)
-        mine = torch.cat([header.view(torch.uint8), torch.frombuffer(bytearray(mark.text()), dtype=torch.uint8)])
+        mine = mark.pack(index)
         from_sender, from_receiver, data = (3 * line.tag + i for i in range(3))
         mine_tag, their_tag = (from_sender, from_receiver) if mark.kind == "send" else (from_receiver, from_sender)
         receives, moving = mark.kind == "recv", tensor.numel() > 0
@@ -130,27 +128,25 @@ class PairLanes:
         coming = self._wire.receive(as_bytes(tensor), peer, data) if receives and moving else None
         works = [self._wire.send(mine, peer, mine_tag)]
         if theirs is None:
-            theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+            theirs = torch.empty(Fingerprint.PACKED, dtype=torch.uint8)
             works.append(self._wire.receive(theirs, peer, their_tag))
         for work in works:
             work.wait()
-        self._compare(mark, header.tolist(), theirs, peer)
+        self._compare(mine, theirs, peer)
         if coming is not None:
             coming.wait()
         elif moving:
             self._wire.send(as_bytes(tensor), peer, data).wait()
 
-    def _compare(self, mark: Fingerprint, own: list[int], theirs: Tensor, peer: int) -> None:
+    def _compare(self, mine: Tensor, theirs: Tensor, peer: int) -> None:
         """All but the kind of operation."""
-        cut = Fingerprint.WIDTH * 8
-        other = theirs[:cut].clone().view(torch.int64).tolist()
+        own, other = header_of(mine), header_of(theirs)
         if [own[0], *own[2:]] != [other[0], *other[2:]]:
             me = self._ranks[self._rank]
-            lines = [(me, decode(own, mark.text())), (self._ranks[peer], decode(other, bytes(theirs[cut:].tolist())))]
-            raise divergence(self._name, me, lines)
+            raise divergence(self._name, me, [(me, decode_packed(mine)), (self._ranks[peer], decode_packed(theirs))])
 
     def _first_over_wire(self, mark: Fingerprint, tensor: Tensor, tag: int) -> int:
-        theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        theirs = torch.empty(Fingerprint.PACKED, dtype=torch.uint8)
         src = self._wire.receive_from_any(theirs, 3 * tag)
         self._over_wire(mark, tensor, self._line(src, self._rank, tag), theirs)
         return src

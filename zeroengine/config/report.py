@@ -28,11 +28,6 @@ class KeyReport:
     text: str
     effective: Any = None
 
-    @property
-    def refuses(self) -> bool:
-        """Whether this key makes the configuration an error."""
-        return self.kind in ("refused", "unknown", "invalid", "auto")
-
 
 def describe(source: str | os.PathLike[str] | Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> list[KeyReport]:
     """A report for every key in `source`, in its order. Raises `ConfigError` only if it cannot be read at all."""

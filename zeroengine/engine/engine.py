@@ -17,7 +17,7 @@ from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.experts import ExpertParallel
 from zeroengine.engine.loops import LoopMethods, TokenByToken
-from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype
+from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype, in_turn
 from zeroengine.engine.names import ScriptMethods
 from zeroengine.engine.observers import explain_exhaustion
 from zeroengine.engine.parallel import check_replicas
@@ -35,6 +35,7 @@ from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook, in_backward
+from zeroengine.zero.modes import Modes
 
 
 class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods, ScriptMethods, LoopMethods, nn.Module):
@@ -235,12 +236,12 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Any:
         """The module's output on the next batch, in evaluation mode and without gradients."""
-        was_training = self.module.training
-        self.eval()
+        modes = Modes(self.module)
+        self.module.eval()
         try:
             return self._call(next(data_iter))
         finally:
-            self.train(was_training)
+            modes.restore()
 
     def _call(self, batch: Any) -> Any:
         batch = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, batch)
@@ -346,19 +347,25 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
     # --- life -----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Gives the module back, whole and without hooks, and frees everything else. Collective."""
+        """Gives the module back, whole and without hooks, and frees everything else, also where a part of that fails: the first
+        error is raised at the end. Collective."""
         if self._destroyed:
             return
         self._destroyed = True
-        self._end_background_saves()
-        self.watch.close()
-        self.reload_states()
-        self._begin_hook.remove()
-        take_apart(self.module, self.mechanism, self.sequences, self.layers, self.experts)
+        in_turn(
+            self._end_background_saves,
+            *(partial(self.watch.remove, observer) for observer in reversed(self.watch.observers)),
+            self.watch.close,
+            self.reload_states,
+            self._begin_hook.remove,
+            partial(take_apart, self.module, self.mechanism, self.sequences, self.layers, self.experts),
+            self._forget_mechanism,
+            *((self.mesh.close,) if self._owns_mesh else ()),
+        )
+
+    def _forget_mechanism(self) -> None:
         self.mechanism.optimizer = None
         self.mechanism.gradients.clear()
-        if self._owns_mesh:
-            self.mesh.close()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -381,11 +388,9 @@ def take_apart(
     layers: TensorParallel | None, experts: ExpertParallel | None,
 ) -> None:  # fmt: skip
     """Takes off `module` what was put on it, in the order in which it comes off. Collective."""
-    if mechanism is not None:
-        mechanism.remove()
-    if sequences is not None:
-        sequences.remove(module)
-    if layers is not None:
-        layers.remove(module)
-    if experts is not None:  # last: other ranks' experts come back as copies of whole ones
-        experts.remove()
+    in_turn(
+        *([mechanism.remove] if mechanism is not None else ()),
+        *([partial(sequences.remove, module)] if sequences is not None else ()),
+        *([partial(layers.remove, module)] if layers is not None else ()),
+        *([experts.remove] if experts is not None else ()),  # last: other ranks' experts come back as copies of whole ones
+    )

@@ -13,7 +13,7 @@ from zeroengine.engine.parallel import reduction_factor
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import DATA_DIMS, Mesh
-from zeroengine.moe.experts import Experts, StackedExperts
+from zeroengine.moe.experts import Experts, StackedExperts, check_degree
 from zeroengine.moe.group import Batch, ExpertGroup, make_hops
 from zeroengine.moe.hf import GlobalRouterLoss, convert, is_stacked_experts, revert
 from zeroengine.moe.layer import SparseExperts, SparseLayer, sparse_layers
@@ -38,11 +38,12 @@ class ExpertParallel:
         # on a split sequence too: blocks then hand their shared experts the tokens of sequences as such
         self._converted = convert(model) if group.size > 1 or bias_speed or splits else {}
         self.layers: dict[str, SparseLayer] = {**sparse_layers(model), **self._converted}
-        odd = {n: layer.held.num_experts for n, layer in self.layers.items() if layer.held.num_experts % group.size}
-        if odd:
+        try:
+            for name, layer in self.layers.items():
+                check_degree(layer.held.num_experts, group.size, name)
+        except ConfigError:
             revert(model, self._converted)
-            name, number = next(iter(odd.items()))
-            raise ConfigError(f"mesh.ep {group.size} does not divide the {number} experts of '{name}'; give a divisor")
+            raise
         own = {n: getattr(layer.router, "rule", None) for n, layer in self.layers.items() if isinstance(layer, SparseExperts)}
         limited = [n for n, rule in own.items() if rule is not None and rule.capacity is not None]
         if limited and not group.batch.ordered:

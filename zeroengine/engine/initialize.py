@@ -23,7 +23,7 @@ from zeroengine.engine.memory import check_memory
 from zeroengine.engine.observers import observe
 from zeroengine.engine.parallel import check_plain, share_layers, share_sequences
 from zeroengine.engine.pipeline_initialize import cut_model, initialize_pipeline, local_parameters
-from zeroengine.errors import ConfigError, ModelError, OffloadError
+from zeroengine.errors import ConfigError, DivergenceError, ModelError, OffloadError
 from zeroengine.logging import log_once, log_rank0
 from zeroengine.mesh import Degrees, Mesh, build_mesh
 from zeroengine.moe.layer import declared_degree
@@ -105,7 +105,7 @@ def initialize(
             )
         else:
             made = _initialize(model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn, settings, mesh, owns_mesh)
-    except (ConfigError, ModelError, OffloadError):  # on all ranks alike: another engine may be made in this process
+    except (ConfigError, ModelError, OffloadError, DivergenceError):  # on all ranks alike: another engine may be made in this process
         if owns_mesh:
             mesh.close()
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from zeroengine.comm.alike import are_alike
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.device import DTYPES
-from zeroengine.errors import DivergenceError
+from zeroengine.errors import DivergenceError, RankError
 from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
@@ -66,14 +66,25 @@ class Mechanism:
 
     def remove(self) -> None:
         """Gives the model back its parameters. Collective."""
-        self.reducer.forget()
-        self.reducer.remove()
-        self.sharder.remove()
-        for handle in self.handles:
-            handle.remove()
-        for pool in self.pools:
-            pool.clear()
-        self.placement.close()
+        in_turn(
+            self.reducer.forget, self.reducer.remove, self.sharder.remove, *(handle.remove for handle in self.handles),
+            *(pool.clear for pool in self.pools), self.placement.close,
+        )  # fmt: skip
+
+
+def in_turn(*steps: Callable[[], object]) -> None:
+    """Runs all `steps`, also after one that fails, and raises the first error then. Where a rank is gone, no other follows: they
+    would wait for it."""
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            first = first or error
+            if isinstance(error, RankError) and not isinstance(error, DivergenceError):
+                break
+    if first is not None:
+        raise first
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -161,20 +172,26 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     rule = sharding_rule(config)
     if rule.dtype is not None:
         check_names(module, rule.keep)
-    check_packed(module)
-    cast_buffers(module, rule)
+    prepare(module, rule)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    pooled, kept = tuple(pools.values()), (*keep_in_fp32(module, rule), FormatKept(module))
+    pooled, kept = tuple(pools.values()), keep_formats(module, rule)
     return Mechanism(built.buckets, sharder, reducer, pooled, gradients, groups, built.masters, placement, handles=kept)
 
 
-def keep_in_fp32(module: nn.Module, rule: ShardingRule) -> tuple[Any, ...]:
-    """Hooks on the modules that stay in fp32 in a 16-bit model."""
-    return () if rule.dtype is None else tuple(compute_in_fp32(list(kept_modules(module, rule.keep).values()), rule.dtype))
+def prepare(module: nn.Module, rule: ShardingRule) -> None:
+    """Before the buckets: refuses weights that cannot be trained through, and casts buffers. Raises `ModelError`."""
+    check_packed(module)
+    cast_buffers(module, rule)
+
+
+def keep_formats(module: nn.Module, rule: ShardingRule) -> tuple[Any, ...]:
+    """After the buckets: handles of what keeps modules of a 16-bit model in fp32, and packed weights as they are."""
+    hooks = () if rule.dtype is None else compute_in_fp32(list(kept_modules(module, rule.keep).values()), rule.dtype)
+    return (*hooks, FormatKept(module))
 
 
 def build_gradients(buckets: list[Bucket], config: Config, groups: Groups, pools: dict[str, BufferPool]) -> list[BucketGradients]:
@@ -199,11 +216,6 @@ def build_sharder(module: nn.Module, built: Built, config: Config) -> Sharder:
     return Sharder(module, built.buckets, window, built.units)
 
 
-def build_scaler(config: Config) -> LossScaler:
-    fp16 = config.fp16
-    return LossScaler.from_config(fp16) if fp16.enabled else LossScaler.unit()
-
-
 def attach_optimizer(
     mechanism: Mechanism, source: torch.optim.Optimizer | OptimizerFactory, groups: ParamGroups, config: Config,
     tensor: Communicator | None = None,
@@ -214,7 +226,7 @@ def attach_optimizer(
     attached = attach(source, groups, mechanism.gradients, mechanism.masters)
     mechanism.optimizer = ZeroOptimizer(
         attached, mechanism.reducer, mechanism.sharder, mesh.control, mesh.params.ranks,
-        build_scaler(config), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
+        LossScaler.from_config(config.fp16), config.gradient_clipping, _MAX_SKIPS, config.zero_optimization.ignore_unused_parameters,
         mechanism.placement,
     )  # fmt: skip
     if tensor is not None:

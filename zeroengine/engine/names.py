@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroengine.comm import get_local_rank
 from zeroengine.config import BatchSizes, Config
+from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.mechanism import Mechanism
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once
@@ -27,6 +28,7 @@ class ScriptMethods:
     mesh: Mesh
     mechanism: Mechanism
     lr_scheduler: Any
+    training_dataloader: EngineLoader | None
     micro_steps: int
 
     if TYPE_CHECKING:
@@ -130,9 +132,16 @@ class ScriptMethods:
         self._set_batch(train_batch_size, self.batch.micro)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the samples of a micro-batch, and with them those of a step. Between steps, and on all ranks alike."""
+        """Changes the samples of a micro-batch, and with them those of a step. Between steps, and on all ranks alike. Not where the
+        engine's own loader gives the micro-batches."""
         if micro_batch_size < 1:
             raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): at least 1")
+        if self.training_dataloader is not None and micro_batch_size != self.batch.micro:
+            raise ConfigError(
+                f"set_train_micro_batch_size({micro_batch_size}): the engine's own loader of training_data gives {self.batch.micro} "
+                "samples at a time; give zeroengine.initialize no training_data and batches of your own loader to the engine, or change "
+                "the number of micro-batches by set_train_batch_size"
+            )
         self._set_batch(micro_batch_size * self.batch.accumulation * self.mesh.sample_groups, micro_batch_size)
 
     def _set_batch(self, train: int, micro: int) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from zeroengine.checkpoint import Ranks
+from zeroengine.comm.together import together
 from zeroengine.config import Config
 from zeroengine.device import DTYPES
 from zeroengine.engine import report
 from zeroengine.engine.reporting import ReportMethods
-from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.monitor.comms import CommsLogger
 from zeroengine.monitor.exhausted import Layout, explain, is_exhaustion
 from zeroengine.monitor.flops import FlopsProfiler
@@ -22,17 +20,16 @@ from zeroengine.monitor.recorder import Recorder
 from zeroengine.monitor.sinks import Sink
 from zeroengine.monitor.trace import ScheduledTrace
 
-T = TypeVar("T")
 _LARGEST = 10  # buckets in a snapshot
 
 
 def observe(engine: ReportMethods) -> None:
     """Adds the observers that the configuration asks for: none, by default, but the line of progress. Collective where monitors,
     records or predictions are asked for. Raises `ConfigError` on all ranks for what cannot be opened."""
-    settings, watch = engine.settings, engine.watch
+    settings, watch, everyone = engine.settings, engine.watch, engine.mesh.everyone
     records = settings.monitor.run_dir is not None
     if settings.monitor.plan is not None or settings.monitor.predicted is not None:
-        _together("the predictions of the run", engine.predictions)
+        together(everyone, "the predictions of the run", engine.predictions)
     clock = StepClock() if settings.wall_clock_breakdown or records else None
     if clock is not None:
         watch.add(clock)
@@ -40,7 +37,7 @@ def observe(engine: ReportMethods) -> None:
     if Progress.wanted(settings.steps_per_print):
         watch.add(Progress(settings.steps_per_print or 0, told, engine.memory_report if settings.memory_breakdown else None))
     if wants_sinks(settings):
-        watch.add(Monitors(_together("opening the monitors", partial(_sinks, settings, engine.mesh.rank)), told))
+        watch.add(Monitors(together(everyone, "opening the monitors", partial(_sinks, settings, engine.mesh.rank)), told))
     if settings.comms_logger.enabled:
         gather = partial(_gather, "the log of the communication")
         watch.add(CommsLogger(settings.comms_logger, engine.dims_of, gather))
@@ -49,7 +46,7 @@ def observe(engine: ReportMethods) -> None:
     if settings.torch_profiler.enabled:
         watch.add(ScheduledTrace(settings.torch_profiler, engine.mesh.rank))
     if clock is not None and settings.monitor.run_dir is not None:
-        watch.add(_together("opening the records of monitor.run_dir", partial(_recorder, engine, clock)))
+        watch.add(together(everyone, "opening the records of monitor.run_dir", partial(_recorder, engine, clock)))
 
 
 def explain_exhaustion(engine: ReportMethods, phase: str, error: BaseException) -> BaseException | None:
@@ -75,25 +72,6 @@ def _sinks(settings: Config, rank: int) -> list[Sink]:
 def _recorder(engine: ReportMethods, clock: StepClock) -> Recorder:
     section = engine.settings.monitor
     return Recorder(Path(section.run_dir or "."), engine, engine.mesh.fabric, clock, section.timeline_step, section.loss_every)
-
-
-def _together(doing: str, work: Callable[[], T]) -> T:
-    """`work` on every rank; if it fails on any, the same error on all."""
-    made: list[T] = []
-
-    def attempt() -> str | None:
-        try:
-            made.append(work())
-        except ZeroEngineError as error:
-            return str(error)
-        except Exception as error:  # a service's own, too: the others must hear of it
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    failures = [text for text in Ranks.of_job().phase(doing, attempt) if text is not None]
-    if failures:
-        raise ConfigError(f"{doing}: {failures[0]}")
-    return made[0]
 
 
 def _gather(doing: str, text: str) -> list[str]:

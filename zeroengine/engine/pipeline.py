@@ -39,6 +39,7 @@ from zeroengine.pipeline.schedules import forward_schedule, whole_backward
 from zeroengine.pipeline.simulate import Span, Timeline
 from zeroengine.pipeline.wire import Wire
 from zeroengine.zero.bucket import Bucket
+from zeroengine.zero.modes import Modes
 
 
 class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
@@ -62,7 +63,8 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         self._recomputes = module.recomputes  # of all stages, from the first pass on
         self._labels: dict[int, Any] = {}
         self._factors: dict[int, float] = {}
-        self._loss_sum, self._loss_factor = 0.0, 1.0
+        self._loss_sum: float | Tensor = 0.0  # on the device, which computes on
+        self._loss_factor = 1.0
         self._kept: dict[int, Any] | None = None  # outputs of the last stage in an evaluation that wants them
         self._batch_function, self._given_data = None, None
         self._ran: Checked | None = None
@@ -117,10 +119,10 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"engine.eval_batch: num_micro_batches is {num_micro_batches!r}; it is a whole number, at least 1")
         self.mechanism.placement.check_here()
-        was_training = self.module.training
+        modes = Modes(self.module)
         only_outputs = return_outputs or not compute_loss
         self._kept = {} if return_logits or only_outputs else None
-        self.eval()
+        self.module.eval()
         try:
             feed = self._deal(data_iter, count)
             if only_outputs:
@@ -134,7 +136,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
                 self.last_run.outputs = {}  # whoever asked has them
         finally:
             self._kept = None
-            self.train(was_training)
+            modes.restore()
         if only_outputs:
             return found
         return (loss, _as_one(found)) if return_logits else loss
@@ -272,7 +274,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         loss = self.module.loss(output, self._labels.get(micro))
         weighted = loss.float() * factor if isinstance(loss, Tensor) and loss.numel() == 1 else loss
         if isinstance(weighted, Tensor) and weighted.numel() == 1:
-            self._loss_sum += float(weighted.detach())
+            self._loss_sum = self._loss_sum + weighted.detach().double()
         return weighted
 
     def _pass(self, checked: Checked, feed: dict[int, Any] | None) -> Tensor:
@@ -290,7 +292,7 @@ class PipelineEngine(PipelineScriptMethods, PipelineWeightMethods, ZeroEngine):
         scale = self.optimizer.scaler.scale if self.optimizer is not None and checked.schedule.trains else 1.0
         mean = torch.zeros(1, dtype=torch.float64)
         if self.is_last_stage():
-            table = self.mesh.control.exchange(torch.tensor([self._loss_sum / scale], dtype=torch.float64), "loss")
+            table = self.mesh.control.exchange(torch.tensor([float(self._loss_sum) / scale], dtype=torch.float64), "loss")
             mean = table.sum().view(1) / self._loss_factor
         self._comms.control.broadcast(mean, self.module.placement[-1], "loss").wait()
         return mean[0].float().to(self.device)

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from zeroengine.comm.together import together
 from zeroengine.config import Config, resolve_batch
 from zeroengine.config.sections import MeshSection
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
-from zeroengine.engine.mechanism import Mechanism, attach_optimizer
+from zeroengine.engine.mechanism import Mechanism, attach_optimizer, sharding_rule
 from zeroengine.engine.memory import check_memory
 from zeroengine.engine.pipeline import PipelineEngine
-from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences, together
+from zeroengine.engine.pipeline_sharing import share_stage_layers, share_stage_sequences
 from zeroengine.engine.pipeline_stages import AcrossStages, StageComms, Ties, build_stages, check_places
 from zeroengine.errors import ModelError
 from zeroengine.logging import log_rank0
@@ -31,6 +32,7 @@ from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.kept import check_names
 
 SchedulerBuilder = Callable[[Any, ZeroOptimizer | None, Config], Any]
 
@@ -68,6 +70,9 @@ def initialize_pipeline(
     check_places(module, mesh)
     batch = resolve_batch(settings, mesh.sample_groups)
     check(module.schedule_rule.build(module.num_stages, batch.accumulation, module.virtual_stages))  # before anything is changed
+    rule = sharding_rule(settings)
+    if rule.dtype is not None:
+        check_names(module, rule.keep, mesh.everyone)
     source = optimizer
     if source is None and settings.optimizer is not None:
         source = optimizer_factory(settings.optimizer.type, settings.optimizer.params, module)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-from zeroengine import errors
 from zeroengine.comm.protocol import Communicator
-from zeroengine.comm.texts import exchange_bytes
+from zeroengine.comm.together import exchange_values, together
 from zeroengine.config import Config
 from zeroengine.engine.parallel import attention_name, sequence_group, whole_experts
-from zeroengine.errors import ConfigError, ModelError, ZeroEngineError
+from zeroengine.errors import ConfigError, ModelError
 from zeroengine.logging import log_rank0
 from zeroengine.mesh import Mesh
 from zeroengine.parallel.stages import StageAttention, StageSequences
@@ -20,32 +15,6 @@ from zeroengine.parallel.tensor_plan import Plan, plan_for
 from zeroengine.pipeline.causal_lm import PipelinedCausalLM
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.held import claim
-
-T = TypeVar("T")
-
-
-def exchange_values(comm: Communicator, subject: str, value: Any) -> list[Any]:
-    """Values of all ranks of `comm` (control), in their order. Collective."""
-    return [pickle.loads(data) for data in exchange_bytes(comm, pickle.dumps(value), subject)]
-
-
-def together(everyone: Communicator, doing: str, work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
-    """Runs `work` on every rank: if it raises an error of ours on one, all raise it, and the others `undo` what they made.
-    Collective over `everyone` (control)."""
-    made, error = None, None
-    try:
-        made = work()
-    except ZeroEngineError as raised:
-        error = raised
-    told = exchange_values(everyone, doing, None if error is None else (type(error).__name__, str(error)))
-    first = next((one for one in told if one is not None), None)
-    if error is not None:
-        raise error
-    if first is not None:
-        if undo is not None:
-            undo(made)  # type: ignore[arg-type]
-        raise getattr(errors, first[0], ModelError)(first[1])
-    return made  # type: ignore[return-value]
 
 
 def share_stage_layers(module: PipelineModule, settings: Config, mesh: Mesh, everyone: Communicator) -> TensorParallel | None:

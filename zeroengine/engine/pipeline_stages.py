@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.together import exchange_values, together
 from zeroengine.config import Config
-from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, keep_in_fp32, placement_for, sharding_rule
-from zeroengine.engine.pipeline_sharing import exchange_values
+from zeroengine.engine.mechanism import Mechanism, build_gradients, build_sharder, keep_formats, placement_for, prepare, sharding_rule
 from zeroengine.errors import ModelError
 from zeroengine.mesh import Mesh
 from zeroengine.optim.clip import first_bad, first_told, root
@@ -20,7 +20,7 @@ from zeroengine.optim.layers import layer_squares, over_layers
 from zeroengine.pipeline.layers import Tie
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.build import Groups, build_buckets, cast_buffers, check_same, make_pools
+from zeroengine.zero.build import Groups, build_buckets, check_same, make_pools
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.reducer import Reducer
 
@@ -69,7 +69,7 @@ class Ties:
         self.mine: list[tuple[Tie, list[int]]] = []  # with the pipeline ranks that share it, the owner's first
         self.not_owned: frozenset[str] = frozenset()
         for tie in module.ties:
-            ranks = list(dict.fromkeys(module.placement[s] for s in tie.stages))
+            ranks = module.ranks_of(tie)
             if comms.stream.rank in ranks and len(ranks) > 1:
                 self.mine.append((tie, ranks))
                 if ranks[0] != comms.stream.rank:
@@ -217,12 +217,17 @@ class StageReducers:
 
 
 def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: Ties, everyone: Communicator, trains: bool) -> Mechanism:
-    """Shards the stages of this rank. Collective over the ranks with the same stages, and over `everyone` where a disk is used."""
-    check_same(module, groups)
+    """Shards the stages of this rank. Raises the same error on all ranks for a model that is unlike or cannot be trained. Collective over
+    `everyone`."""
     pools = make_pools(groups)
     base = sharding_rule(config)
     rule = replace(base, part=module.part_of)
-    cast_buffers(module, rule)
+
+    def prepared() -> None:
+        check_same(module, groups)
+        prepare(module, rule)
+
+    together(everyone, "preparing the stages", prepared)
     placement = placement_for(config, module, groups.rank, trains=trains, everyone=everyone)
     built = build_buckets(module, rule, groups, pools, placement, trains=trains)
     sharder = build_sharder(module, built, config)
@@ -235,7 +240,7 @@ def build_stages(module: PipelineModule, config: Config, groups: Groups, ties: T
         parts[name] = cls(by_part[name], groups.control)
         parts[name].synchronize = False
     reducers = StageReducers(parts, ties, groups.control)
-    held, kept = tuple(pools.values()), keep_in_fp32(module, rule)
+    held, kept = tuple(pools.values()), keep_formats(module, rule)
     return Mechanism(built.buckets, sharder, reducers, held, reducers.gradients, groups, built.masters, placement, handles=kept)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.moe.collectives import Movement, complete, issue, permute, place, spread
 from zeroengine.moe.group import ExpertGroup
 from zeroengine.moe.plan import Placement, block_order, invert, place_experts, slot_counts, slots_of
@@ -138,14 +139,19 @@ class Dispatcher:
         )  # fmt: skip
         return (first, second), arrived
 
+    @property
+    def _comms(self) -> list[Communicator]:
+        """One for each hop."""
+        hops = self.group.hops
+        return [self.group.tokens] if hops is None else [hops.inside, hops.between]
+
     def movements(self, route: Route) -> list[Movement]:
         wire, back = self.group.wire, self.group.wire
         if back == "fp8":
             back = "bf16"
-        comms = [self.group.tokens] if self.group.hops is None else [self.group.hops.inside, self.group.hops.between]
         return [
             Movement(c, hop.sends, hop.receives, f"{self.subject}: tokens to experts", wire, back)
-            for c, hop in zip(comms, route.hops, strict=True)
+            for c, hop in zip(self._comms, route.hops, strict=True)
         ]
 
     def send(self, tokens: Tensor, route: Route) -> Flight:
@@ -156,9 +162,8 @@ class Dispatcher:
         """Brings the experts' outputs `rows` [N, H] back and adds each token's, weighted by `weights` [T, k]. Assignments that
         were dropped add nothing. Returns [T, H] in the type of `rows`."""
         wire = self.group.wire if self.group.wire == "same" else "bf16"
-        comms = [self.group.tokens] if self.group.hops is None else [self.group.hops.inside, self.group.hops.between]
         rows = route.arrived.undo(rows)
-        for comm, hop in reversed(list(zip(comms, route.hops, strict=True))):
+        for comm, hop in reversed(list(zip(self._comms, route.hops, strict=True))):
             movement = Movement(comm, hop.receives, hop.sends, f"{self.subject}: tokens from experts", wire, wire)
             rows = complete(issue(rows, movement), movement)
             if hop.order is not None:

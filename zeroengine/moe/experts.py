@@ -34,6 +34,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def check_degree(number: int, ranks: int, name: str) -> None:
+    """Raises `ConfigError` if so many ranks cannot hold equally many of the experts of layer `name`."""
+    if number % ranks:
+        raise ConfigError(f"mesh.ep {ranks} does not divide the {number} experts of '{name}'; give a divisor")
+
+
 class Experts(nn.Module, ABC):
     """Base: what is computed for the rows of this rank's slots. `group` is one rank until `split`."""
 
@@ -53,8 +59,7 @@ class Experts(nn.Module, ABC):
 
     def split(self, group: ExpertGroup, subject: str = "experts") -> None:
         """Keeps this rank's experts of all. Raises `ConfigError` if the ranks cannot have equally many."""
-        if self.num_experts % group.size:
-            raise ConfigError(f"mesh.ep {group.size} does not divide the {self.num_experts} experts of '{subject}'; give a divisor")
+        check_degree(self.num_experts, group.size, subject)
         self.group = group
         self._keep(self.local)
         if group.copies:  # which parameters a rank reads depends on its tokens: at stage 3 they are gathered together

@@ -40,28 +40,36 @@ class Statistics:
         self.clear()
 
     def clear(self) -> None:
-        self.load = torch.zeros(self.num_experts, dtype=torch.int64)
-        self.dropped = 0
-        self.entropy = 0.0
-        self.scored = 0
+        self._load: Tensor | None = None  # with the next two on the device, which is waited for when they are read
+        self._dropped: Tensor | int = 0
+        self._entropy: Tensor | float = 0.0
+        self._scored = 0
         self.computed = 0
+
+    @property
+    def load(self) -> Tensor:
+        """Assignments of each expert [E], int64 on the CPU."""
+        return torch.zeros(self.num_experts, dtype=torch.int64) if self._load is None else self._load.cpu()
 
     @torch.no_grad()
     def record(self, index: Tensor, keep: Tensor | None, scores: Tensor | None, training: bool) -> None:
         """One forward in training. A recomputation of it is not counted again."""
         if not training or in_backward():
             return
-        self.load += torch.bincount(index.reshape(-1), minlength=self.num_experts).cpu()
+        flat = index.reshape(-1)
+        ones = torch.ones_like(flat, dtype=torch.int64)
+        load = ones.new_zeros(self.num_experts) if self._load is None else self._load
+        self._load = load.index_add(0, flat, ones)  # bincount would wait for the device
         if keep is not None:
-            self.dropped += int(keep.numel() - keep.sum())
+            self._dropped = self._dropped + (keep.numel() - keep.sum())
         if scores is not None:
             shares = scores.float() / scores.float().sum(1, keepdim=True)
-            self.entropy += float(-(shares * shares.clamp_min(1e-30).log()).sum())
-            self.scored += scores.shape[0]
+            self._entropy = self._entropy - (shares * shares.clamp_min(1e-30).log()).sum().double()
+            self._scored += scores.shape[0]
 
     def row(self) -> Tensor:
         """As numbers to be added over ranks."""
-        own = [float(self.dropped), self.entropy, float(self.scored)]
+        own = [float(self._dropped), float(self._entropy), float(self._scored)]
         return torch.cat([self.load.double(), torch.tensor(own, dtype=torch.float64)])
 
     @staticmethod

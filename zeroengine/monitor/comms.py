@@ -76,11 +76,6 @@ class CommsLogger(Observer):
     def step_ended(self, step: Step) -> None:
         self._settle()
 
-    def reset(self) -> None:
-        """Begins to count anew."""
-        self._waits.clear()
-        self._rows.clear()
-
     def summary(self, show_straggler: bool = False) -> str:
         """A table. With `show_straggler` (collective) also by how much this rank waited more than the one that waited least: time
         that went to slower ranks, and not to moving data."""

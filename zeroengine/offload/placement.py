@@ -112,9 +112,10 @@ class Placement(Places):
 
         with self.faults.kept():
             if self.state_rule.tier == "nvme":
-                self._open("optimizer", self.state_rule, self._host_memory)
+                self._stores["optimizer"] = self._new_store("optimizer", self.state_rule, self._host_memory)
             if self.values_rule.tier == "nvme":
-                self._open("params", self.values_rule, shared if self.device.type == "cpu" else self._host_memory)
+                allocate = shared if self.device.type == "cpu" else self._host_memory
+                self._stores["params"] = self._new_store("params", self.values_rule, allocate)
         self.agree(control, "making files for offloaded state")
 
     # --- values of sharded parameters -----------------------------------------------------------------------------
@@ -132,14 +133,12 @@ class Placement(Places):
 
     # --- masters and optimizer state ------------------------------------------------------------------------------
 
-    def choose(self, index: int, numel: int, subject: str) -> bool:
+    def choose(self, index: int, numel: int, subject: str) -> None:
         """Decides for bucket `index` of `numel` elements whether its state leaves the device. Once for each, in order."""
-        away = self.moves_state(numel)
-        if away:
+        if self.moves_state(numel):
             self._on_host.add(index)
-        if away and self.state_rule.tier == "nvme":
-            self._homes[index] = self._stores["optimizer"].record(subject, tuple)
-        return away
+            if self.state_rule.tier == "nvme":
+                self._homes[index] = self._stores["optimizer"].record(subject, tuple)
 
     def state(self, index: int) -> Home:
         """The home of masters and state of bucket `index`."""
@@ -255,10 +254,12 @@ class Placement(Places):
         return pinned_bytes(nbytes) if pin else disk_bytes(nbytes)
 
     def activation_store(self, base: str, buffers: int) -> DiskStore:
-        """The file of activations that wait for backward. Raises OffloadError."""
-        if "activations" not in self._stores:
-            self._open("activations", OffloadRule("nvme", base, self.state_rule.pin, buffers), self._host_memory)
-        return self._stores["activations"]
+        """The file below `base`, behind so many buffers, of activations that wait for backward. Raises OffloadError."""
+        name = f"activations.{buffers}"
+        key = f"{name} in {base}"
+        if key not in self._stores:
+            self._stores[key] = self._new_store(name, OffloadRule("nvme", base, self.state_rule.pin, buffers), self._host_memory)
+        return self._stores[key]
 
     def io(self) -> FileIO:
         """The threads that read and write files."""
@@ -270,8 +271,8 @@ class Placement(Places):
         """A folder of this process below `base`. Raises OffloadError."""
         return RankFolder(base, self._rank)
 
-    def _open(self, name: str, rule: OffloadRule, allocate: Allocate) -> None:
-        self._stores[name] = DiskStore(
+    def _new_store(self, name: str, rule: OffloadRule, allocate: Allocate) -> DiskStore:
+        return DiskStore(
             self._folder(rule.folder or ""), f"{name}.bin", self.io(), Buffers(rule.buffers, allocate),
             read_ahead=rule.read_ahead, write_behind=rule.write_behind,
         )  # fmt: skip

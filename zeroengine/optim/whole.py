@@ -105,11 +105,6 @@ class WholeUpdate:
             if member.view is not None:
                 yield member.view, member.spec
 
-    @property
-    def loads(self) -> list[int]:
-        """Elements that each rank of the shard group updates (the first group's, where experts have another)."""
-        return list(next(iter(self._loads.values()), []))
-
     def owns_state(self, state: Callable[[nn.Parameter], Iterable[Tensor]]) -> None:
         """`state` gives what the optimizer keeps for a parameter that this rank owns: where it lives, the placement says."""
         for member in self._members.values():

@@ -33,7 +33,17 @@ def built_with(model: nn.Module) -> str | None:
     return name if name in NAMES else None
 
 
-class SequenceAttention:
+class GroupSequences:
+    """Sequences that the ranks of `group` share."""
+
+    group: SequenceGroup
+
+    def layout(self, length: int) -> SequenceLayout:
+        """Where the tokens of sequences of `length` lie; its `shard` and `unshard` cut and join tensors."""
+        return self.group.layout(length)
+
+
+class SequenceAttention(GroupSequences):
     """The attention of a transformers model (or of stages of one), exchanged for one over the ranks of `group`."""
 
     def __init__(self, model: nn.Module, group: SequenceGroup, attention: str) -> None:
@@ -53,10 +63,6 @@ class SequenceAttention:
         """Gives the model its own attention back."""
         disconnect(model)
         model.set_attn_implementation(self.own)  # type: ignore[operator]
-
-    def layout(self, length: int) -> SequenceLayout:
-        """Where the tokens of sequences of `length` lie; its `shard` and `unshard` cut and join tensors."""
-        return self.group.layout(length)
 
 
 class SharedSequences(SequenceAttention):

@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroengine.errors import ConfigError, ModelError
 from zeroengine.parallel.group import SequenceGroup
-from zeroengine.parallel.hf import SequenceAttention, cut_batch, cut_tokens
+from zeroengine.parallel.hf import GroupSequences, SequenceAttention, cut_batch, cut_tokens
 from zeroengine.parallel.hf_attention import RunningBatch, SequenceLink, connect, disconnect
 from zeroengine.parallel.layout import SequenceLayout
 from zeroengine.parallel.loss import IGNORED
 from zeroengine.parallel.tensor_ops import Region
 
 
-class StageSequences:
+class StageSequences(GroupSequences):
     """The ranks of `group` share the sequences of a model whose stages are given by their user; their attention is
     `zeroengine.sequence.shared_attention`."""
 
@@ -33,10 +33,6 @@ class StageSequences:
 
     def remove(self, module: nn.Module) -> None:
         disconnect(module)
-
-    def layout(self, length: int) -> SequenceLayout:
-        """Where the tokens of sequences of `length` lie; its `shard` and `unshard` cut and join tensors."""
-        return self.group.layout(length)
 
     def cut(self, inputs: Any) -> tuple[Any, RunningBatch]:
         """This rank's tokens of the inputs, a tree of tensors [batch, tokens, ...], and where all tokens lie."""

@@ -7,29 +7,11 @@ tokens from there. The volume does not depend on the length of the sequence.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from zeroengine.comm.protocol import Communicator
-
-
-class _AllGather(torch.autograd.Function):
-    """[M] -> [N, M]; backward sums what every rank's use contributes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, subject: str) -> Tensor:
-        ctx.comm, ctx.subject = comm, subject
-        full = torch.empty(comm.size * x.numel(), dtype=x.dtype, device=x.device)
-        comm.all_gather(full, x.contiguous(), subject).wait()
-        return full.view(comm.size, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shard = torch.empty(grad.shape[1], dtype=grad.dtype, device=grad.device)
-        ctx.comm.reduce_scatter(shard, grad.contiguous().view(-1), f"{ctx.subject}: gradient").wait()
-        return shard, None, None
+from zeroengine.parallel.tensor_ops import GatherReduce
 
 
 def pass_state(transition: Tensor, state: Tensor, comm: Communicator, subject: str = "state") -> Tensor:
@@ -41,7 +23,8 @@ def pass_state(transition: Tensor, state: Tensor, comm: Communicator, subject: s
     if comm.size == 1:
         return torch.zeros_like(state)
     cut = transition.numel()
-    maps: Tensor = _AllGather.apply(torch.cat([transition.reshape(-1), state.reshape(-1)]), comm, subject)
+    mine = torch.cat([transition.reshape(-1), state.reshape(-1)])
+    maps: Tensor = GatherReduce.apply(mine[None], comm, 0, subject)
     before = maps.sum() * 0 + torch.zeros_like(state)  # every rank takes part in the backward
     for r in range(comm.rank):
         a, b = maps[r, :cut].view(transition.shape), maps[r, cut:].view(state.shape)

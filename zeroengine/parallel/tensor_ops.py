@@ -84,8 +84,8 @@ class _SliceGather(torch.autograd.Function):
         return _gather(grad, ctx.comm, ctx.dim, f"{ctx.subject}: gradient"), None, None, None
 
 
-class _GatherReduce(torch.autograd.Function):
-    """f with a split sequence: all-gather, backward reduce-scatter."""
+class GatherReduce(torch.autograd.Function):
+    """f with a split sequence: all-gather along a dimension, backward reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, subject: str) -> Tensor:
@@ -122,7 +122,7 @@ class Region:
         if not self.splits:
             out: Tensor = _Enter.apply(x, self.comm, subject)
             return out
-        whole: Tensor = _GatherReduce.apply(x, self.comm, 1, subject)
+        whole: Tensor = GatherReduce.apply(x, self.comm, 1, subject)
         return whole[:, : self.length]
 
     def leave(self, x: Tensor, subject: str) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroengine.offload.inputs import inputs_on_host, recomputed
 from zeroengine.parallel.loss import token_sum
 
 
@@ -61,22 +62,6 @@ class TiledMLP(nn.Module):
 
 
 def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
-    """Activation checkpointing whose kept inputs wait in host memory. On the CPU it is plain checkpointing: they are there.
-
-    One of the tensors `args` must require a gradient. Copies go to and from pinned memory in the order of the stream.
-    """
-
-    def to_host(t: Tensor) -> tuple[torch.device, Tensor]:
-        if t.device.type == "cpu" or not t.is_floating_point() or isinstance(t, nn.Parameter):
-            return t.device, t
-        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        host.copy_(t, non_blocking=True)
-        return t.device, host
-
-    def back(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, t = packed
-        return t if t.device == device else t.to(device, non_blocking=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(to_host, back):
-        # the reentrant form is the one that keeps its inputs as saved tensors; what it computes inside is not recorded
-        return checkpoint(function, *args, use_reentrant=True)
+    """Activation checkpointing whose kept inputs wait in host memory. On the CPU it is plain checkpointing: they are there."""
+    with inputs_on_host(True):
+        return recomputed(function, *args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,23 +44,6 @@ class StageHooks(Protocol):
         ...
 
 
-class NoHooks:
-    def gather(self, stage: int) -> None:
-        return
-
-    def before_backward(self, micro: int) -> None:
-        return
-
-    def before_gradients(self, stage: int, last: bool) -> None:
-        return
-
-    def after_backward(self, stage: int, weights: bool) -> None:
-        return
-
-    def computing(self, action: Action) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 @dataclass
 class Run:
     """What a run left: outputs of the last stage by micro-batch (detached; on its rank only), the measured spans of this
@@ -77,11 +60,11 @@ class Executor:
 
     def __init__(
         self, stages: int, placement: tuple[int, ...], forward: StageForward, stream: Communicator, extra: Communicator,
-        device: torch.device, hooks: StageHooks | None = None,
+        device: torch.device, hooks: StageHooks,
     ) -> None:  # fmt: skip
         self._rank = stream.rank
         self._placement = placement
-        self._hooks: StageHooks = hooks if hooks is not None else NoHooks()
+        self._hooks = hooks
         mine = [s for s in range(stages) if placement[s] == self._rank]
         self.runners = {s: StageRunner(s, s == stages - 1, forward) for s in mine}
         self._stream, self._extra, self._device = stream, extra, device
@@ -106,10 +89,10 @@ class Executor:
         actions = schedule.ranks[self._rank]
         self._reset()
         try:
-            self._post(checked, actions, 0, 1)
+            self._post(checked, actions)
             for i, action in enumerate(actions):
                 if action.kind in COMPUTE:
-                    self._post(checked, actions, i + 1, 1)
+                    self._post(checked, actions[i + 1 :])
                     self._compute(checked, action, feed or {})
                 elif action.kind is Kind.GATHER:
                     self._hooks.gather(action.stage)
@@ -127,9 +110,10 @@ class Executor:
             self._local.clear()
         return self._run
 
-    def _post(self, checked: Checked, actions: tuple[Action, ...], start: int, computations: int) -> None:
-        """Asks for the messages that the list receives before computation number `computations` from `start`, inclusive."""
-        for action in actions[start:]:
+    def _post(self, checked: Checked, actions: tuple[Action, ...]) -> None:
+        """Asks for the messages that `actions` receive before their second computation."""
+        computations = 0
+        for action in actions:
             if action.kind in RECEIVES:
                 key = (action.kind, action.stage, action.micro)
                 if key not in self._pending:
@@ -137,8 +121,8 @@ class Executor:
                     wire = self.wire(message.src)
                     self._pending[key] = wire.want(_edge(message.stage, message.gradient), str(message))
             elif action.kind in COMPUTE:
-                computations -= 1
-                if computations < 0:
+                computations += 1
+                if computations == 2:
                     return
 
     def _compute(self, checked: Checked, action: Action, feed: Mapping[int, Any]) -> None:

@@ -143,6 +143,10 @@ class PipelineModule(nn.Module):
     def stage_of_layer(self, index: int) -> int:
         return next(s for s in range(len(self.placement)) if index < self.parts[s + 1])
 
+    def ranks_of(self, tie: Tie) -> list[int]:
+        """The pipeline ranks that share a tied weight, its owner's first."""
+        return list(dict.fromkeys(self.placement[s] for s in tie.stages))
+
     def segments(self, plan: Collection[str]) -> list[Segment]:
         """The runs of this rank's layers on a sequence that a tensor group has split: from the first layer of the model that has
         split parts to the last one. `plan`: names of the split modules of all stages."""

@@ -50,9 +50,6 @@ class Timeline:
         """From the first computation on any rank to the last."""
         return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
-    def busy(self, rank: int) -> Time:
-        return sum(s.end - s.start for s in self.spans if s.rank == rank)
-
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in which they do not compute."""
@@ -98,13 +95,3 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 moved = True
     spans.sort(key=lambda s: (s.start, s.rank, s.end))
     return Timeline(schedule, tuple(spans))
-
-
-def ideal_bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float | None:
-    """Share of idle time by formula, for equal stages and free messages: (P-1)/(m+P-1) for GPipe and 1F1B; for interleaved
-    the idle time is divided by the chunks, (P-1)/(v m + P-1). None where the formula depends on the costs."""
-    if name in ("gpipe", "1f1b"):
-        return (ranks - 1) / (micro_batches + ranks - 1)
-    if name == "interleaved":
-        return (ranks - 1) / (chunks * micro_batches + ranks - 1)
-    return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from zeroengine.errors import ModelError
+from zeroengine.zero.modes import Modes
 
 
 class _PassBlock(nn.Module):
@@ -143,7 +144,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, path: str) -> None:
         self.blocks = list(cast(nn.ModuleList, model.get_submodule(path)))
-        self._was_training = model.training
+        self._modes = Modes(model)
         self._model = model.eval()
         vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         device = next(model.parameters()).device
@@ -185,14 +186,14 @@ class Trial:
                     given = stage(given)
         except Exception as error:
             raise self._uncut(f"a part of it fails by itself ({type(error).__name__}: {error})") from error
-        self._model.train(self._was_training)
+        self._modes.restore()
         got = given["inputs_embeds"]
         known = not (got.is_meta or is_fake(got))  # a plan has shapes only
         if got.shape != self._expected.shape or known and not torch.allclose(got, self._expected, rtol=1e-4, atol=1e-5):
             raise self._uncut("its stages one after the other give another result than the whole model")
 
     def _uncut(self, reason: str) -> ModelError:
-        self._model.train(self._was_training)
+        self._modes.restore()
         return ModelError(
             f"{type(self._model).__name__} can not be cut at its list of blocks: {reason}; write it as a PipelineModule of layers"
         )

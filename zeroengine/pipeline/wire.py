@@ -141,7 +141,6 @@ class Wire:
         self._wanted: deque[Pending] = deque()
         self._posted: deque[Pending] = deque()
         self._sending: deque[Work] = deque()
-        self.layouts_sent = 0
 
     def send(self, edge: str, subject: str, tree: Any) -> None:
         """Copies the tensors of `tree` and sends them; returns at once."""
@@ -175,7 +174,6 @@ class Wire:
         first[space:].copy_(sizes.view(torch.uint8))
         self._sending.append(self._stream.send(first, self._peer, subject))
         self._sending.append(self._extra.send(second, self._peer, f"{subject} (layout)"))
-        self.layouts_sent += 1
 
     def want(self, edge: str, subject: str) -> Pending:
         """Asks for the next message; receives are asked for in the order in which the peer sends."""

@@ -94,14 +94,14 @@ def _mechanism(source: ModelSource, settings: Config, mesh: Mesh, layout: Layout
     return build_stages(model, settings, groups, ties, mesh.everyone, trains=True)
 
 
-def dry_run(source: ModelSource, job: Job, layout: Layout, write: Callable[[str], object], places: list[int] | None = None) -> int:
-    """Builds every pipeline rank (or those of `places`) and tells what it holds; then what the plan adds to it for a step. The exit code: 1
-    where something does not fit."""
+def dry_run(source: ModelSource, job: Job, layout: Layout, write: Callable[[str], object]) -> int:
+    """Builds every pipeline rank and tells what it holds; then what the plan adds to it for a step. The exit code: 1 where something does
+    not fit."""
     if (layout.offload, layout.offload_values) != ("none", "none"):
         raise ConfigError(f"a dry run has no host or disk to offload to ({layout.show()}); leave --offload at none")
     write(f"dry run: {layout.show()} on {job.ranks} ranks, one process, meta device\n")
     begin, worst = time.monotonic(), 0.0
-    for place in range(layout.pp) if places is None else places:
+    for place in range(layout.pp):
         built = build_rank(source, job, layout, place)
         kinds = ", ".join(f"{kind} {size(n)}" for kind, n in built.memory.items() if n)
         held = sum(built.memory[k] for k in ("parameters", "gradients", "optimizer"))

@@ -232,7 +232,7 @@ def _add_ties(sent: dict[str, float], rank: PaperRank, facts: list[BucketFacts])
         return
     place = rank.mesh.coordinate("pp")
     for tie in module.ties:
-        ranks = list(dict.fromkeys(module.placement[s] for s in tie.stages))
+        ranks = module.ranks_of(tie)
         if place not in ranks or len(ranks) < 2:
             continue
         mine = [b for b in facts if b.rule is not None and any(s.name in tie.names for s in b.layout.specs)]

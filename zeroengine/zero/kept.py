@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError
 
 
@@ -23,10 +24,14 @@ def kept_modules(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
     return found
 
 
-def check_names(module: nn.Module, names: Sequence[str]) -> None:
-    """Raises `ConfigError` for a name that no module has: what it was meant for would be 16-bit."""
+def check_names(module: nn.Module, names: Sequence[str], control: Communicator | None = None) -> None:
+    """Raises `ConfigError` for a name that no module has: what it was meant for would be 16-bit. `control`: over ranks that hold
+    other modules, of which one must have the name; collective then."""
     paths = [path for path, _ in module.named_modules() if path]
-    idle = [name for name in names if not any(_named(path, name) for path in paths)]
+    found = torch.tensor([any(_named(path, name) for path in paths) for name in names], dtype=torch.int64)
+    if control is not None and names:
+        found = control.exchange(found, "modules that stay in fp32").amax(0)
+    idle = [name for name, there in zip(names, found.tolist(), strict=True) if not there]
     if idle:
         raise ConfigError(
             f"data_types.keep_in_fp32_modules: no module of {type(module).__name__} is called {', '.join(map(repr, idle))}; give a "

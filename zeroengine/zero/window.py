@@ -53,11 +53,6 @@ class GatherWindow:
         self._records.setdefault(phase, _Record()).restart()
         self._previous = None
 
-    def order(self, phase: Hashable) -> list[int]:
-        """Buckets in the order of their uses in the last complete pass of `phase`."""
-        record = self._records.get(phase)
-        return list(record.last) if record else []
-
     def upcoming(self, phase: Hashable) -> list[int]:
         """Buckets that were used next in the last pass of `phase`, after the use where this one is."""
         record = self._records.get(phase)
