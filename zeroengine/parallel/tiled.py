@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zeroengine.offload.activations import OnHost
 from zeroengine.parallel.loss import token_sum
 
 
@@ -66,16 +67,12 @@ def checkpoint_on_host(function: Callable[..., Any], *args: Any) -> Any:
     One of the tensors `args` must require a gradient. Copies go to and from pinned memory in the order of the stream.
     """
 
-    def to_host(t: Tensor) -> tuple[torch.device, Tensor]:
-        if t.device.type == "cpu" or not t.is_floating_point() or isinstance(t, nn.Parameter):
-            return t.device, t
-        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        host.copy_(t, non_blocking=True)
-        return t.device, host
+    def to_host(t: Tensor) -> Tensor | OnHost:
+        stays = t.device.type == "cpu" or not t.is_floating_point() or isinstance(t, nn.Parameter)
+        return t if stays else OnHost(t, pin=True)
 
-    def back(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, t = packed
-        return t if t.device == device else t.to(device, non_blocking=True)
+    def back(packed: Tensor | OnHost) -> Tensor:
+        return packed.unpack() if isinstance(packed, OnHost) else packed
 
     with torch.autograd.graph.saved_tensors_hooks(to_host, back):
         # the reentrant form is the one that keeps its inputs as saved tensors; what it computes inside is not recorded
