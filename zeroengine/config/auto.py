@@ -13,7 +13,7 @@ from typing import Any, Literal
 from zeroengine.config.canonical import AUTO, Canonical, Problem, leaves
 from zeroengine.config.keys import KeyTable
 from zeroengine.config.spec import Kind
-from zeroengine.config.values import plain_flag, plain_number
+from zeroengine.config.values import dtype_name, plain_flag, plain_number, show
 from zeroengine.errors import ConfigError
 
 FACTS: dict[str, str] = {
@@ -127,9 +127,10 @@ def _answer(path: str, values: dict[str, Any], facts: Mapping[str, Any], ignored
 def _precision(name: str, values: dict[str, Any], facts: Mapping[str, Any]) -> bool:
     """By the fact, or because the other precision is switched on and they exclude each other."""
     if "dtype" in facts:
-        return bool(str(facts["dtype"]).lower().removeprefix("torch.") in {
-            "fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16"),
-        }[name])  # fmt: skip
+        try:
+            return dtype_name(facts["dtype"]) == name
+        except ValueError as error:
+            raise ConfigError(f"the fact dtype has the value {show(facts['dtype'])}: {error}") from None
     other = values.get("bf16" if name == "fp16" else "fp16")
     if isinstance(other, dict) and plain_flag(other.get("enabled")):
         return False

@@ -129,7 +129,8 @@ def _flag(value: Any) -> bool:
     return flag
 
 
-def _dtype(value: Any) -> Dtype:
+def dtype_name(value: Any) -> Dtype:
+    """"fp32", "fp16" or "bf16" for any of its spellings. Raises `ValueError` for other types."""
     name = str(value).strip().lower().removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError('expected one of "fp32", "fp16", "bf16"')
@@ -186,13 +187,13 @@ PositiveReal = Annotated[float, BeforeValidator(_real("a finite number above 0",
 NonNegativeReal = Annotated[float, BeforeValidator(_real("a finite number of 0 or more", lambda x: x >= 0))]
 Fraction = Annotated[float, BeforeValidator(_real("a number from 0 to 1", lambda x: 0 <= x <= 1))]
 Flag = Annotated[bool, BeforeValidator(_flag)]
-DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
+DtypeName = Annotated[Dtype, BeforeValidator(dtype_name)]
 Steps = Annotated[int | None, PlainValidator(_steps)]
 Text = Annotated[str, BeforeValidator(_text)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_strings)]
 Params = Annotated[FrozenMap, PlainValidator(_mapping)]
 
 TYPE_WORDS: dict[Any, str] = {
-    _flag: "true or false", _dtype: "fp32, fp16 or bf16", _steps: "integer, null or Infinity",
+    _flag: "true or false", dtype_name: "fp32, fp16 or bf16", _steps: "integer, null or Infinity",
     _text: "string", _strings: "list of strings", _mapping: "object",
 }  # fmt: skip
