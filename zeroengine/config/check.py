@@ -14,7 +14,7 @@ from zeroengine.config.canonical import AUTO
 from zeroengine.config.config import Config, Examined, examine
 from zeroengine.config.differences import DIFFERENCES
 from zeroengine.config.report import KeyReport, reports_of
-from zeroengine.config.values import show
+from zeroengine.config.values import plain, show
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.wording import positive
 
@@ -76,17 +76,11 @@ def _fact(text: str) -> tuple[str, Any]:
 def _line(report: KeyReport, accepted: bool) -> str:
     shown = "" if isinstance(report.value, Mapping) and not report.effective else show(report.value)
     if report.kind == "honoured":
-        effective = _plain(report.effective)
+        effective = plain(report.effective)
         known = effective is not None or (report.value == AUTO and accepted)
         if known and show(effective) != shown:
             shown += f" -> {show(effective)}"
     return f"{_CLASSES[report.kind]:<9} {report.path:<55} {shown:<24} {report.text}".rstrip()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _batch(config: Config, world: int | None, lines: list[str]) -> bool:

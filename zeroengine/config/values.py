@@ -58,6 +58,13 @@ def _freeze(value: Any) -> Any:
     return value
 
 
+def plain(value: Any) -> Any:
+    """What was frozen, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
 def show(value: Any) -> str:
     """The value as it stands in a JSON file, shortened for a message."""
     try:
@@ -130,7 +137,7 @@ def _flag(value: Any) -> bool:
 
 
 def dtype_name(value: Any) -> Dtype:
-    """"fp32", "fp16" or "bf16" for any of its spellings. Raises `ValueError` for other types."""
+    """The type that is spelled in one of several ways. Raises `ValueError` for any other."""
     name = str(value).strip().lower().removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError('expected one of "fp32", "fp16", "bf16"')
