@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks.harness import WorkerGroup, idle_warning, machine, say, table, write, write_json
 from benchmarks.planner_worker import model_source
+from zeroengine.arguments import positive
 from zeroengine.planner.hardware import Hardware, find_hardware
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.measure import measure
 from zeroengine.planner.plan import Plan, Planner, Refused
 from zeroengine.planner.time import by_dim
-from zeroengine.wording import positive
 
 _KINDS = ("parameters", "gradients", "optimizer", "disk")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -41,11 +40,3 @@ def bytes_of(text: str) -> int | None:
     if found is None or found[2].upper() not in _UNITS:
         return None
     return int(float(found[1]) * _UNITS[found[2].upper()]) or None
-
-
-def positive(text: str) -> int:
-    """A type of command-line arguments: a whole number above 0."""
-    number = int(text) if text.strip().isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return number

@@ -139,6 +139,8 @@ WRONG = {
     "--model is missing": ["--gpus", "4"],
     "no-such-model": ["--model", "no-such-model"],
     "'0' is not a whole number above 0": ["--model", "gpt2", "--gpus", "0"],
+    "--tp: '0' is not a whole number above 0": ["--model", "gpt2", "--tp", "0,2"],
+    "--micro-batch: 'a' is not a whole number above 0": ["--model", "gpt2", "--micro-batch", "a,2"],
     "'maybe' is none of no, yes": ["--model", "gpt2", "--recompute", "maybe"],
     "'4' is none of 0, 1, 2, 3": ["--model", "gpt2", "--stage", "4"],
     "did you mean `zb-h1`": ["--model", "gpt2", "--schedule", "zb-h"],
