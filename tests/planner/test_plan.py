@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.planner import common
+from tests.planner.formulas import BlockShape, block_activations
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError
 from zeroengine.launcher.cli import main
 from zeroengine.planner.dryrun import build_rank
-from zeroengine.planner.formulas import BlockShape, block_activations
 from zeroengine.planner.hardware import PRESETS, find_hardware, parse_memory
 from zeroengine.planner.known import KnownIntegers
 from zeroengine.planner.layouts import Choices, Job, Layout
