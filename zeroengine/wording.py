@@ -40,3 +40,11 @@ def bytes_of(text: str) -> int | None:
     if found is None or found[2].upper() not in _UNITS:
         return None
     return int(float(found[1]) * _UNITS[found[2].upper()]) or None
+
+
+def size(nbytes: float) -> str:
+    """In TB, GB, MB or kB of a thousand."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -213,7 +213,7 @@ def test_models_that_cannot_be_planned_are_refused_with_the_reason(factory: str,
 def test_no_memory_is_enough_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "python:tests.planner.common:Regression", "--gpus", "1", *FEW, "--gpu-memory", "1B"]) == 1
     told = capsys.readouterr().out
-    assert "0 fit" in told and "more than the 0.0 MB there are; most of it is reserved" in told
+    assert "0 fit" in told and "more than the 1 B there are; most of it is reserved" in told
 
 
 @pytest.mark.ranks

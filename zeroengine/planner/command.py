@@ -20,7 +20,8 @@ from zeroengine.planner.model import ModelSource, find_model
 from zeroengine.planner.plan import Plan, Planner
 from zeroengine.planner.predicted import with_predictions
 from zeroengine.planner.search import Found, search
-from zeroengine.planner.show import in_full, plain, sent_by_dim, size, summary, table
+from zeroengine.planner.show import in_full, sent_by_dim, summary, table
+from zeroengine.wording import size
 
 
 def _stages(text: str) -> tuple[int, ...]:
@@ -226,27 +227,9 @@ def _tell(found: Found, job: Job, given: argparse.Namespace, write: Callable[[st
     write(f"{given.model}: {job.ranks} ranks of {size(job.memory)}, {batch}\n")
     write(f"{hardware.name}: {hardware.source}\n\n")
     if found.fitting:
-        write(_drawn(*table(found.fitting, given.top)) + "\n\n")
+        write(table(found.fitting, given.top) + "\n\n")
         write("\n".join(in_full(_chosen(found, given.choose), hardware)) + "\n\n")
     write("\n".join(summary(found)) + "\n")
-
-
-def _drawn(titles: list[str], rows: list[list[str]]) -> str:
-    """By rich where it is installed, else in plain text."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return "\n".join(plain(titles, rows))
-    made = Table(box=None, header_style="bold")
-    for i, title in enumerate(titles):
-        made.add_column(title, justify="left" if i == 1 else "right", no_wrap=i != 1)
-    for row in rows:
-        made.add_row(*row)
-    console = Console(width=200 if not sys.stdout.isatty() else None, file=sys.stdout)
-    with console.capture() as captured:
-        console.print(made)
-    return captured.get().rstrip("\n")
 
 
 def _chosen(found: Found, number: int) -> Plan:
