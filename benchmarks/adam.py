@@ -27,7 +27,7 @@ from benchmarks.harness import (
     write,
     write_json,
 )
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 REFERENCE = "torch fused"
 SYSTEMS = ("zeroengine", "zeroengine twin", REFERENCE, "torch foreach", "deepspeed", "copy")

@@ -25,8 +25,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
+from zeroengine.arguments import positive
 from zeroengine.checkpoint import BackgroundSaver, SavedCheckpoint, export_weights, load, save
-from zeroengine.wording import positive
 from zeroengine.zero.layout import BucketLayout, Piece
 
 ROW = 1024

@@ -27,17 +27,13 @@ from benchmarks.harness import (
     write,
     write_json,
 )
-from zeroengine.wording import positive
+from zeroengine.arguments import positive, positive_numbers
 
 _DESCRIPTION = "Collectives through shared memory against Gloo and memcpy."
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "message")
 _SYSTEMS = ("shared", "staged", "gloo", "memcpy")
 _MIB = 1 << 20
 Times = dict[str, list[float]]
-
-
-def _numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
 
 
 def _operations(text: str) -> list[str]:
@@ -50,8 +46,8 @@ def _operations(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.collectives", description=_DESCRIPTION)
     add = parser.add_argument
-    add("--ranks", type=_numbers, default=[2, 4], help="comma-separated (default 2,4)")
-    add("--mib", type=_numbers, default=[1, 16, 64], help="sizes of the full tensor in MiB (default 1,16,64)")
+    add("--ranks", type=positive_numbers, default=[2, 4], help="comma-separated (default 2,4)")
+    add("--mib", type=positive_numbers, default=[1, 16, 64], help="sizes of the full tensor in MiB (default 1,16,64)")
     add("--operations", type=_operations, default=list(_OPERATIONS), help="comma-separated (default: all)")
     add("--rounds", type=positive, default=7, help="turns of each system (default %(default)s)")
     add("--repeats", type=positive, default=3, help="repetitions of a turn (default %(default)s)")

@@ -29,7 +29,7 @@ from benchmarks.harness import (
 )
 from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds, training_need, training_starter
 from benchmarks.settings import DeepSpeedAdam, Dtype, Settings
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 _DESCRIPTION = "Step time, memory, loss and bytes moved of zeroengine and its peers, side by side."
 _LOSS_REFERENCE = "ddp"

@@ -25,21 +25,17 @@ from benchmarks.harness import (
     write,
     write_json,
 )
-from zeroengine.wording import positive
+from zeroengine.arguments import positive, positive_numbers
 
 _DESCRIPTION = "Zigzag ring, contiguous ring and Ulysses: time, balance and activation memory."
 _SYSTEMS = ("zigzag", "contiguous", "ulysses")
 _MIB = 1 << 20
 
 
-def _numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m benchmarks.context", description=_DESCRIPTION)
     add = parser.add_argument
-    add("--ranks", type=_numbers, default=[1, 2, 4], help="comma-separated (default 1,2,4)")
+    add("--ranks", type=positive_numbers, default=[1, 2, 4], help="comma-separated (default 1,2,4)")
     add("--tokens", type=positive, default=4096, help="length of the sequence (default %(default)s)")
     add("--width", type=positive, default=128, help="width of the model (default %(default)s)")
     add("--heads", type=positive, default=8, help="query heads (default %(default)s)")

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import harness, memory
 from benchmarks.errors import Unavailable, WorkerFailed
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 STAGES = (1, 2, 3)
 SYSTEMS = ("ddp", "fsdp2", *(f"{engine}-{stage}" for stage in STAGES for engine in ("deepspeed", "zeroengine")))

@@ -15,7 +15,7 @@ from shutil import which
 from typing import Any
 
 from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, steps_in_turns, table, write, write_json
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 SYSTEMS = ("deepspeed", "zeroengine", "zeroengine-list")
 _MIB = 1 << 20

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import WorkerGroup, idle_warning, machine, number, paired_ratio, rotated, say, table, write, write_json
 from benchmarks.settings import Settings
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 _MODES = ("bare", "off", "on")
 _STAGES = (0, 1, 2, 3)

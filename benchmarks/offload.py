@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.harness import idle_warning, machine, number, paired_ratio, rotated, say, table, write, write_json
 from benchmarks.rounds import REFERENCE, Outcome, Plan, Record, Rounds, training_need, training_starter
 from benchmarks.settings import Settings
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 SYSTEMS = (
     "zeroengine-2", "zeroengine-2-cpu", "zeroengine-2-nvme", "deepspeed-2-cpu",

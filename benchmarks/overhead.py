@@ -27,7 +27,7 @@ from benchmarks.harness import (
     write,
     write_json,
 )
-from zeroengine.wording import positive
+from zeroengine.arguments import positive
 
 _DESCRIPTION = "Host time of zeroengine in a large simulated world against a small one."
 _STAGES = (0, 1, 2, 3)

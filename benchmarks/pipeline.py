@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness import WorkerGroup, idle_warning, machine, paired_ratio, say, steps_in_turns, table, write, write_json
 from benchmarks.settings import Settings
-from zeroengine.wording import positive
+from zeroengine.arguments import positive, positive_numbers
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": 2, "zero-bubble": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -25,10 +25,6 @@ SYSTEMS = (
     "torch-1f1b", "zeroengine-1f1b", "deepspeed-1f1b", "torch-interleaved", "zeroengine-interleaved", "zeroengine-zb-h1",
     "torch-zero-bubble", "torch-zb-v", "zeroengine-zb-v",
 )  # fmt: skip
-
-
-def _numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", choices=("idle", "steps"), help="one of the two measurements (default: both)")
     add("--schedules", default=",".join(SCHEDULES), help="whose idle time is measured (default %(default)s)")
     add("--stages", type=positive, default=4, help="ranks of that pipeline (default %(default)s)")
-    add("--micro-batches", type=_numbers, default=[4, 8, 16], help="of that pipeline, comma-separated (default 4,8,16)")
+    add("--micro-batches", type=positive_numbers, default=[4, 8, 16], help="of that pipeline, comma-separated (default 4,8,16)")
     add("--sleep", type=float, default=0.08, help="seconds of a rank's forward of a micro-batch there (default %(default)s)")
     add("--systems", default=",".join(SYSTEMS), help="whose steps are timed; the first is the reference (default %(default)s)")
     add("--nproc", type=positive, default=2, help="stages and processes of each system (default %(default)s)")

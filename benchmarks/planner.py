@@ -1,7 +1,7 @@
 """`python -m benchmarks.planner`: plans held against what the engine measures on this machine, for 12 configurations.
 
 Memory at rest by kind and activations (the fullest rank), bytes of every collective (every rank), and the order of the
-configurations by time of a step (Kendall's tau). Takes a few minutes on two cores.
+configurations by time of a step (Kendall's tau). Takes a few minutes a round on two cores.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import WorkerGroup, idle_warning, machine, say, table, write, write_json
+from benchmarks.harness import WorkerGroup, idle_warning, machine, rotated, say, table, write, write_json
 from benchmarks.planner_worker import model_source
+from zeroengine.arguments import positive
 from zeroengine.planner.hardware import Hardware, find_hardware
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.measure import measure
 from zeroengine.planner.plan import Plan, Planner, Refused
 from zeroengine.planner.time import by_dim
-from zeroengine.wording import positive
 
 _KINDS = ("parameters", "gradients", "optimizer", "disk")
+Answers = list[dict[str, Any]]  # of the ranks
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=positive, default=4, help="blocks (default %(default)s)")
     add("--hidden", type=positive, default=256, help="width (default %(default)s)")
     add("--sequence", type=positive, default=128, help="tokens of a sequence (default %(default)s)")
-    add("--steps", type=positive, default=7, help="timed steps of each configuration (default %(default)s)")
+    add("--steps", type=positive, default=7, help="timed steps of a turn (default %(default)s)")
+    add("--rounds", type=positive, default=3, help="turns of each configuration, in new processes (default %(default)s)")
     add("--hardware", default=None, help="file of `zerorun plan --measure` (default: measured now, on 2 and on 4 ranks)")
     add("--cases", default=None, help="numbers of the configurations, from 1, with commas (default: all)")
     add("--folder", default="/tmp", help="where offloaded state lies (default %(default)s)")
@@ -75,23 +77,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run_case(case: Case, hardware: Hardware, args: argparse.Namespace) -> dict[str, Any]:
-    """Plan and measurement of one configuration."""
-    model = {"kind": case.model, "layers": args.layers, "hidden": args.hidden}
-    job = Job(case.ranks, hardware.memory, args.sequence, case.batch, hardware, "fp32", nvme_path=args.folder)
-    plan = Planner(model_source(**model), job).plan(case.layout)
+def _model(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    return {"kind": case.model, "layers": args.layers, "hidden": args.hidden}
+
+
+def _job(case: Case, hardware: Hardware, args: argparse.Namespace) -> Job:
+    return Job(case.ranks, hardware.memory, args.sequence, case.batch, hardware, "fp32", nvme_path=args.folder)
+
+
+def plan_case(case: Case, hardware: Hardware, args: argparse.Namespace) -> Plan:
+    plan = Planner(model_source(**_model(case, args)), _job(case, hardware, args)).plan(case.layout)
     if isinstance(plan, Refused):
         raise ValueError(f"{case.name}: {plan.why_not}")
-    config = {**case.layout.config(job), "steps_per_print": None}
-    arguments = {"model": model, "layout": asdict(case.layout), "config": config, "sequence": args.sequence, "micro": case.layout.micro}
+    return plan
+
+
+def train_case(case: Case, hardware: Hardware, args: argparse.Namespace) -> Answers:
+    """One turn of a configuration, in new processes."""
+    config = {**case.layout.config(_job(case, hardware, args)), "steps_per_print": None}
+    arguments = {
+        "model": _model(case, args), "layout": asdict(case.layout), "config": config, "sequence": args.sequence, "micro": case.layout.micro
+    }  # fmt: skip
     job_name = "benchmarks.planner_worker:PlanJob"
     with WorkerGroup(case.name, job_name, arguments, python=sys.executable, world=case.ranks, threads=1, timeout=args.timeout) as group:
-        answers = group.ask({"steps": args.steps})
-    return compare(case, plan, answers)
+        return group.ask({"steps": args.steps})
 
 
-def compare(case: Case, plan: Plan, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures side by side. Memory is that of the first rank of each pipeline rank."""
+def in_rounds(cases: Sequence[Case], rounds: int, train: Callable[[Case], Answers]) -> dict[str, tuple[list[float], Answers]]:
+    """By name of the configuration: seconds of a step of the slowest rank in each round, the median of its steps, and the answers of the
+    last round. Every round begins with another one."""
+    found: dict[str, tuple[list[float], Answers]] = {}
+    for turn in range(rounds):
+        for case in rotated(cases, turn):
+            answers = train(case)
+            times, _ = found.get(case.name, ([], []))
+            step = statistics.median(max(each) for each in zip(*(a["seconds"] for a in answers), strict=True))
+            found[case.name] = [*times, step], answers
+            say(f"round {turn + 1} of {rounds}: {case.name}")
+    return found
+
+
+def compare(case: Case, plan: Plan, times: Sequence[float], answers: Answers) -> dict[str, Any]:
+    """Figures side by side. Memory is that of the first rank of each pipeline rank; `times`: seconds of a step in each round."""
     worst, total = 0.0, (0.0, 0.0)
     memory = []
     sent_equal, differences = True, []
@@ -108,12 +135,11 @@ def compare(case: Case, plan: Plan, answers: list[dict[str, Any]]) -> dict[str, 
         odd = [(n, rank.sent.get(n, 0.0), counted.get(n, 0)) for n in names if rank.sent.get(n, 0.0) != counted.get(n, 0)]
         sent_equal &= not odd
         differences += odd
-    step = statistics.median(max(times) for times in zip(*(a["seconds"] for a in answers), strict=True))
     return {
         "name": case.name, "ranks": case.ranks, "layout": plan.layout.show(), "memory": memory, "memory_error": worst, "planned": total[0],
         "measured": total[1], "bytes": sum(sum(r.sent.values()) for r in plan.ranks),
         "bytes_equal": sent_equal, "differences": differences,
-        "planned_seconds": plan.time.total, "seconds": step,
+        "planned_seconds": plan.time.total, "seconds": statistics.median(times), "rounds": list(times),
     }  # fmt: skip
 
 
@@ -142,10 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(warning)
     chosen = CASES if args.cases is None else tuple(CASES[int(n) - 1] for n in args.cases.split(","))
     machines = {n: find_hardware(args.hardware) if args.hardware else measure(n, args.folder) for n in sorted({c.ranks for c in chosen})}
-    found = []
-    for case in chosen:
-        found.append(run_case(case, machines[case.ranks], args))
-        say(f"{case.name}: done")
+    plans = {case.name: plan_case(case, machines[case.ranks], args) for case in chosen}
+    measured = in_rounds(chosen, args.rounds, lambda case: train_case(case, machines[case.ranks], args))
+    found = [compare(case, plans[case.name], *measured[case.name]) for case in chosen]
     write(show(found) + "\n")
     if args.json is not None:
         write_json(args.json, {"machine": facts, "hardware": {n: asdict(m) for n, m in machines.items()}, "cases": found})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -43,9 +42,9 @@ def bytes_of(text: str) -> int | None:
     return int(float(found[1]) * _UNITS[found[2].upper()]) or None
 
 
-def positive(text: str) -> int:
-    """A type of command-line arguments: a whole number above 0."""
-    number = int(text) if text.strip().isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return number
+def size(nbytes: float) -> str:
+    """In TB, GB, MB or kB of a thousand."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"

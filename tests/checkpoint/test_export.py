@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import Tensor
 
+from benchmarks.memory import peak_bytes, reset_peak, resident_bytes
 from tests.checkpoint.common import ALONE
 from tests.checkpoint.engines import Awkward, build, train
 from tests.ranks import run_ranks
 from zeroengine.checkpoint import Entry, ModelFolder, SavedCheckpoint, export_weights, save
 from zeroengine.checkpoint.commands import describe, export, inspect
 from zeroengine.errors import CheckpointError
+from zeroengine.integrations.standin.consolidate import convert_zero_checkpoint_to_fp32_state_dict
 from zeroengine.launcher.cli import main
 from zeroengine.zero.layout import Piece
 
@@ -200,26 +201,32 @@ def test_inspect_names_values_that_are_not_finite(tmp_path: Path) -> None:
     assert describe(SavedCheckpoint(tmp_path), verify=True)["non_finite"] == ["model.w"]
 
 
+EXPORTS: dict[str, Callable[[Path, Path], Any]] = {
+    "safetensors": lambda run, out: export_weights(SavedCheckpoint(run), out),
+    "torch": lambda run, out: export_weights(SavedCheckpoint(run), out, format="torch"),
+    "zero_to_fp32": convert_zero_checkpoint_to_fp32_state_dict,
+}
+
+
+def _growth(rank: int, world: int, folder: str) -> dict[str, int]:
+    """Bytes by which this process grows at most in an export, after a small one of each kind."""
+    grown = {}
+    for name, write in EXPORTS.items():
+        write(Path(folder) / "small", Path(folder) / f"small-{name}")
+        before = resident_bytes() or 0
+        reset_peak()
+        write(Path(folder) / ("part" if name == "zero_to_fp32" else "whole"), Path(folder) / f"all-{name}")
+        grown[name] = (peak_bytes() or 0) - before
+    return grown
+
+
 def test_memory_is_bounded_by_the_largest_parameter(tmp_path: Path) -> None:
-    """64 tensors of 1 MiB each, in a process of its own: it grows by a few of them, not by all."""
-    size = 2**18
-    pieces = {f"model.w{i}": [Piece(f"w{i}", torch.Size((512, 512)), 0, torch.full((size,), float(i)))] for i in range(64)}
-    save(tmp_path / "a", pieces, {}, {}, **ALONE)
-    for format in ("safetensors", "torch"):
-        code = f"""
-import resource, sys
-from zeroengine.checkpoint import SavedCheckpoint, export_weights
-import torch
-from pathlib import Path
-saved = SavedCheckpoint({str(tmp_path)!r})
-saved.weights(None), saved.read("model.w0"), torch.save({{}}, "/dev/null")
-from zeroengine.checkpoint import Entry, ModelFolder
-small = ModelFolder(Path({str(tmp_path)!r}) / "small", [Entry("a", (2,), torch.float32)], {{}}, format={format!r})
-small.put("a", torch.ones(2)); small.close()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-export_weights(saved, {str(tmp_path / format)!r}, format={format!r})
-sys.stdout.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
-"""
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout) < 16 * 1024, f"{format}: grew by {done.stdout} KiB for 64 MiB of weights"
+    """64 tensors of 1 MiB each: the process grows by a few of them, not by all. zero_to_fp32 of a checkpoint without frozen parameters."""
+    pieces = {f"model.w{i}": [Piece(f"w{i}", torch.Size((512, 512)), 0, torch.full((2**18,), float(i)))] for i in range(64)}
+    save(tmp_path / "whole" / "a", pieces, {}, {}, **ALONE)
+    save(tmp_path / "part" / "a", pieces, {"excluded": ["frozen"]}, {}, **ALONE)
+    save(tmp_path / "small" / "a", {"model.w": [Piece("w", torch.Size((2,)), 0, torch.ones(2))]}, {}, {}, **ALONE)
+    for name, grown in run_ranks(_growth, 1, str(tmp_path), timeout=60)[0].items():
+        assert grown < 16 * 2**20, f"{name}: grew by {grown} bytes for 64 MiB of weights"
+    found = torch.load(tmp_path / "all-zero_to_fp32" / "pytorch_model.bin", weights_only=True)
+    assert all(bool((found[f"w{i}"] == i).all()) for i in range(64)) and len(found) == 64

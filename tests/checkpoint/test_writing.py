@@ -121,6 +121,14 @@ def test_staging_memory_is_kept_and_grows() -> None:
     assert memory.nbytes == 0
 
 
+def test_staging_for_an_accelerator_where_the_host_gives_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **more: Any) -> torch.Tensor:
+        raise RuntimeError("no page-locked memory")
+
+    monkeypatch.setattr(torch, "empty", refused)
+    assert StagingMemory()._room(100_000, pin=True).fill_(1).sum() == 100_000
+
+
 _MIB = 1 << 20
 _BUCKET = 48 * _MIB
 

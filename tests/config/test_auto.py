@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from zeroengine.config import FACTS, Config
 from zeroengine.errors import ConfigError
@@ -98,6 +99,19 @@ def test_result_changing_keys_have_no_default_answer(path: str) -> None:
 
 def test_auto_in_sections_that_are_not_read() -> None:
     Config.load({"autotuning": {"enabled": False, "mp_size": "auto"}, "aio": {"block_size": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("fact", "dtype"), [("bfp16", "bf16"), (torch.bfloat16, "bf16"), ("Half", "fp16"), (" float32 ", "fp32"), ("fp32", "fp32")]
+)
+def test_spellings_of_the_precision(fact: Any, dtype: str) -> None:
+    assert Config.load({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, facts={"dtype": fact}).dtype == dtype
+
+
+@pytest.mark.parametrize("fact", ["fp61", None, torch.float64])
+def test_a_precision_that_is_none_is_refused(fact: Any) -> None:
+    with pytest.raises(ConfigError, match='the fact dtype has the value .*: expected one of "fp32", "fp16", "bf16"'):
+        Config.load({"bf16": {"enabled": "auto"}}, facts={"dtype": fact})
 
 
 def test_unknown_facts() -> None:

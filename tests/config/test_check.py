@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher.cli import main
 
 ACCEPTED = {
@@ -83,8 +82,7 @@ def test_a_difference_to_deepspeed_is_told_where_it_applies(tmp_path: Path, caps
 )
 def test_a_wrong_command_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
-    assert "config: " in capsys.readouterr().err
-    assert issubclass(ZeroEngineError, Exception)
+    assert "config" in capsys.readouterr().err
 
 
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,15 @@ def test_remedies_name_keys_and_bytes_the_most_first() -> None:
     assert "gradient_checkpointing_enable" in found[-1].text
 
 
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "fewer", "times"), [(8, 2, 4, 4), (5, 1, 1, 5), (5, 2, 2, 5), (7, 3, 3, 7), (9, 1, 3, 3)]
+)
+def test_smaller_micro_batches_make_the_same_batch(micro: int, accumulation: int, fewer: int, times: int) -> None:
+    (found,) = [r for r in remedies(layout(micro=micro, accumulation=accumulation), {}, micro * MIB) if "micro_batch" in r.text]
+    words = f"train_micro_batch_size_per_gpu: {fewer} (now {micro}) with gradient_accumulation_steps: {times}, the same batch"
+    assert (found.text, found.saves) == (words, (micro - fewer) * MIB) and fewer * times == micro * accumulation
+
+
 def test_remedies_that_cannot_help_are_not_named() -> None:
     texts = [r.text for r in remedies(layout(stage=3, at_stage={}, micro=1, state_at="cpu", params_at="cpu"), {}, 0)]
     assert len(texts) == 1

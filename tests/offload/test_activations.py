@@ -106,6 +106,23 @@ def test_weights_stay_and_changes_in_place_are_seen(tmp_path: Path) -> None:
     folder.remove()
 
 
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_host_without_page_locked_memory_keeps_copies_in_ordinary_memory(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroengine.offload.activations import OnHost
+
+    made = torch.empty
+
+    def empty(*args: Any, pin_memory: bool = False, **more: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("no page-locked memory")
+        return made(*args, **more)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for tensor in (torch.arange(6.0).view(2, 3).t(), torch.tensor(True), torch.empty(0, 3, dtype=torch.bfloat16)):
+        kept = OnHost(tensor, pin).unpack()
+        assert torch.equal(kept, tensor) and kept.dtype is tensor.dtype
+
+
 class _Segments(nn.Module):
     """Noisy segments whose inputs are remembered without being kept alive."""
 

@@ -295,6 +295,7 @@ def test_which_buckets_leave_the_device() -> None:
         assert not any(placement.on_host(i) for i in range(8))  # the device is the host
 
 
+<<<<<<< HEAD
 def test_activations_go_where_each_call_wants_them(tmp_path: Path) -> None:
     placement = Placement.on_device(torch.device("cpu"))
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
@@ -303,6 +304,40 @@ def test_activations_go_where_each_call_wants_them(tmp_path: Path) -> None:
     assert stores[3] is stores[0] and len(placement.stores) == 3
     placement.close()
     assert not any(list(Path(base).iterdir()) for base in (one, two))
+=======
+@pytest.mark.parametrize(
+    ("stage", "state", "values", "link", "made"),
+    [
+        (1, {"device": "nvme", "pin_memory": False}, {}, False, {"optimizer": False}),
+        (3, {"device": "cpu", "pin_memory": False}, {}, False, {}),
+        (3, {"device": "nvme"}, {"device": "nvme", "pin_memory": False}, True, {"optimizer": True, "params": False}),
+        (3, {"device": "nvme", "pin_memory": False}, {"device": "nvme"}, True, {"optimizer": False, "params": True}),
+    ],
+)
+def test_each_section_decides_what_is_page_locked_for_it(
+    stage: int, state: dict[str, Any], values: dict[str, Any], link: bool, made: dict[str, bool], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of a device that is not the host; unlike keys of a section that is not used."""
+    from zeroengine.comm.local import LocalCommunicator
+    from zeroengine.config import Config
+    from zeroengine.engine.mechanism import offload_rules
+
+    locked: list[int] = []
+    monkeypatch.setattr("zeroengine.offload.placement.pinned_bytes", lambda nbytes: locked.append(nbytes) or disk_bytes(nbytes))
+    sections = {"offload_optimizer": {**state, "nvme_path": str(tmp_path)}, "offload_param": {**values, "nvme_path": str(tmp_path)}}
+    config = Config.load({"zero_optimization": {"stage": stage, **sections}})
+    placement = Placement(torch.device("meta"), 0, *offload_rules(config))
+    control = LocalCommunicator("control", 0)
+    placement.open(control, control)
+    found = {}
+    for name, store in placement._stores.items():
+        locked.clear()
+        store.buffers.take(PAGE)
+        found[name] = bool(locked)
+    placement.close()
+    assert (placement.link._pin, found) == (link, made)
+>>>>>>> h-rest
 
 
 def test_limits_of_a_control_group(tmp_path: Path) -> None:

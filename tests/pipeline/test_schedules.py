@@ -326,9 +326,11 @@ def test_the_command_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     for output in (tmp_path / "none" / "trace.json", tmp_path / "none" / "picture.png", tmp_path / "picture.txt", tmp_path):
         assert main(["schedule", "--output", str(output)]) == 2
         assert str(output) in capsys.readouterr().err
-    for wrong in (["--width", "0"], ["--forward", "-1"], ["--message", "nan"]):
-        with pytest.raises(SystemExit):
-            main(["schedule", *wrong])
+    for wrong in (["--width", "0"], ["--forward", "-1"], ["--message", "nan"], ["--weight", "long"], ["--unknown", "1"]):
+        assert main(["schedule", *wrong]) == 2
+        told = capsys.readouterr().err
+        assert " ".join(wrong) in told or f"argument {wrong[0]}: {wrong[1]!r} is no" in told, told
+        assert "zerorun schedule --help" in told
 
 
 def test_the_command_finds_a_schedule_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.planner import common
+from tests.planner.formulas import BlockShape, block_activations
 from zeroengine.config import Config
 from zeroengine.errors import ConfigError
 from zeroengine.launcher.cli import main
 from zeroengine.planner.dryrun import build_rank
-from zeroengine.planner.formulas import BlockShape, block_activations
 from zeroengine.planner.hardware import PRESETS, find_hardware, parse_memory
 from zeroengine.planner.known import KnownIntegers
 from zeroengine.planner.layouts import Choices, Job, Layout
@@ -139,6 +139,8 @@ WRONG = {
     "--model is missing": ["--gpus", "4"],
     "no-such-model": ["--model", "no-such-model"],
     "'0' is not a whole number above 0": ["--model", "gpt2", "--gpus", "0"],
+    "--tp: '0' is not a whole number above 0": ["--model", "gpt2", "--tp", "0,2"],
+    "--micro-batch: 'a' is not a whole number above 0": ["--model", "gpt2", "--micro-batch", "a,2"],
     "'maybe' is none of no, yes": ["--model", "gpt2", "--recompute", "maybe"],
     "'4' is none of 0, 1, 2, 3": ["--model", "gpt2", "--stage", "4"],
     "did you mean `zb-h1`": ["--model", "gpt2", "--schedule", "zb-h"],
@@ -211,7 +213,7 @@ def test_models_that_cannot_be_planned_are_refused_with_the_reason(factory: str,
 def test_no_memory_is_enough_for_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "python:tests.planner.common:Regression", "--gpus", "1", *FEW, "--gpu-memory", "1B"]) == 1
     told = capsys.readouterr().out
-    assert "0 fit" in told and "more than the 0.0 MB there are; most of it is reserved" in told
+    assert "0 fit" in told and "more than the 1 B there are; most of it is reserved" in told
 
 
 @pytest.mark.ranks

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from zeroengine.arguments import Parser
 from zeroengine.checkpoint.model_folder import FORMATS, parse_size
 from zeroengine.checkpoint.offline import SavedCheckpoint, export_weights
 from zeroengine.device import DTYPES
-from zeroengine.errors import CheckpointError
 
 _STATES = ("model", "master", "optim")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CheckpointError(f"{message} ({self.prog} --help)")
-
-
-def _parser(name: str, summary: str) -> _Parser:
-    parser = _Parser(prog=f"zerorun {name}", description=summary, allow_abbrev=False)
+def _parser(name: str, summary: str) -> Parser:
+    parser = Parser(prog=f"zerorun {name}", description=summary, allow_abbrev=False)
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint (DIR/TAG), or a DIR with its latest one")
     parser.add_argument("--tag", help="which checkpoint of DIR (default: the latest complete one)")
     parser.add_argument("--allow-pickle", action="store_true", help="reads client_state of any classes: only if you trust it")

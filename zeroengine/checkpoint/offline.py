@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,16 @@ class SavedCheckpoint:
                 found.append((Entry(name, tuple(shape), wanted), master if better else key))
         return found
 
+    def write(self, weights: Iterable[tuple[Entry, str]], folder: ModelFolder) -> None:
+        """Fills and closes a folder that was made for `weights`, with one tensor in memory at a time."""
+        try:
+            for entry, key in weights:
+                folder.put(entry.name, self.read(key, entry.dtype))
+        except BaseException:
+            folder.abandon()
+            raise
+        folder.close()
+
 
 def export_weights(
     saved: SavedCheckpoint,
@@ -99,11 +109,5 @@ def export_weights(
         Path(out), [entry for entry, _ in weights], others, format=format, shard_bytes=shard_bytes,
         files=values.get("model_files", {}),
     )  # fmt: skip
-    try:
-        for entry, key in weights:
-            folder.put(entry.name, saved.read(key, entry.dtype))
-    except BaseException:
-        folder.abandon()
-        raise
-    folder.close()
+    saved.write(weights, folder)
     return [entry for entry, _ in weights]

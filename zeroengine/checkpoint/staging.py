@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroengine.offload.buffers import private_pages
+from zeroengine.offload.buffers import pinned_bytes, private_pages
 from zeroengine.ops.aio import copy_away
 from zeroengine.zero.layout import Piece
 
@@ -74,7 +74,7 @@ class StagingMemory:
             self.close()  # first: never two blocks
             self._pinned = pin
             if pin:
-                self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                self._block = pinned_bytes(nbytes)
             else:
                 self._pages = private_pages(nbytes)
                 self._block = torch.frombuffer(self._pages, dtype=torch.uint8)

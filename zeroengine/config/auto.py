@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from zeroengine.config.batch import BATCH_KEYS
 from zeroengine.config.canonical import AUTO, Canonical, Problem, leaves
 from zeroengine.config.keys import KeyTable
 from zeroengine.config.spec import Kind
-from zeroengine.config.values import plain_flag, plain_number
+from zeroengine.config.values import dtype_name, plain_flag, plain_number, show
 from zeroengine.errors import ConfigError
 
 FACTS: dict[str, str] = {
@@ -31,7 +32,6 @@ FACTS: dict[str, str] = {
     "total_num_steps": "for `scheduler.params.total_num_steps`",
 }
 
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _FACT_OF = {
     "gradient_clipping": "max_grad_norm",
     "scheduler.params.warmup_max_lr": "lr",
@@ -85,7 +85,7 @@ def fill(read: Canonical, written: dict[str, Any], table: KeyTable, facts: Mappi
             continue
         if answer is _DEFAULT:
             holder.pop(name)
-            undetermined += [path] if path in _BATCH else []
+            undetermined += [path] if path in BATCH_KEYS else []
         else:
             holder[name] = answer
         _write(written, read.location(path), answer)
@@ -98,7 +98,7 @@ def _answer(path: str, values: dict[str, Any], facts: Mapping[str, Any], ignored
     fact = _FACT_OF.get(path)
     if fact is not None and fact in facts:
         return facts[fact]
-    if path in _BATCH or ignored:
+    if path in BATCH_KEYS or ignored:
         return _DEFAULT
     if path in ("fp16.enabled", "bf16.enabled"):
         return _precision(path.partition(".")[0], values, facts)
@@ -127,9 +127,10 @@ def _answer(path: str, values: dict[str, Any], facts: Mapping[str, Any], ignored
 def _precision(name: str, values: dict[str, Any], facts: Mapping[str, Any]) -> bool:
     """By the fact, or because the other precision is switched on and they exclude each other."""
     if "dtype" in facts:
-        return bool(str(facts["dtype"]).lower().removeprefix("torch.") in {
-            "fp16": ("fp16", "float16", "half"), "bf16": ("bf16", "bfloat16"),
-        }[name])  # fmt: skip
+        try:
+            return dtype_name(facts["dtype"]) == name
+        except ValueError as error:
+            raise ConfigError(f"the fact dtype has the value {show(facts['dtype'])}: {error}") from None
     other = values.get("bf16" if name == "fp16" else "fp16")
     if isinstance(other, dict) and plain_flag(other.get("enabled")):
         return False

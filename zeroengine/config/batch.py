@@ -9,7 +9,7 @@ from typing import Protocol
 from zeroengine.config.elastic import ElasticitySection, sizes_for
 from zeroengine.errors import ConfigError
 
-_TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH_KEYS = _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 class BatchKeys(Protocol):

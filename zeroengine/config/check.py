@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zeroengine.arguments import Parser, positive
 from zeroengine.config.auto import FACTS
 from zeroengine.config.batch import resolve_batch
 from zeroengine.config.canonical import AUTO
 from zeroengine.config.config import Config, Examined, examine
 from zeroengine.config.differences import DIFFERENCES
 from zeroengine.config.report import KeyReport, reports_of
-from zeroengine.config.values import show
+from zeroengine.config.values import plain, show
 from zeroengine.errors import ConfigError, ZeroEngineError
-from zeroengine.wording import positive
 
 ACCEPTED, REFUSED = 0, 1
 _CLASSES = {
     "honoured": "honoured", "ignored": "harmless", "refused": "REFUSED", "unknown": "UNKNOWN", "invalid": "INVALID",
     "auto": "AUTO", "comment": "comment",
 }  # fmt: skip
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises the package's error in place of ending the process."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ZeroEngineError(f"config: {message} (zerorun config --help lists the options)")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     return ACCEPTED if accepted else REFUSED
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="zerorun config", allow_abbrev=False, description="Explains a configuration file.")
+def _parser() -> Parser:
+    parser = Parser(prog="zerorun config", allow_abbrev=False, description="Explains a configuration file.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="check")
     check = commands.add_parser("check", allow_abbrev=False, help="what each key of a file does; exit code 1 if refused")
     check.add_argument("file", metavar="FILE", help="the JSON file")
@@ -76,17 +68,11 @@ def _fact(text: str) -> tuple[str, Any]:
 def _line(report: KeyReport, accepted: bool) -> str:
     shown = "" if isinstance(report.value, Mapping) and not report.effective else show(report.value)
     if report.kind == "honoured":
-        effective = _plain(report.effective)
+        effective = plain(report.effective)
         known = effective is not None or (report.value == AUTO and accepted)
         if known and show(effective) != shown:
             shown += f" -> {show(effective)}"
     return f"{_CLASSES[report.kind]:<9} {report.path:<55} {shown:<24} {report.text}".rstrip()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _batch(config: Config, world: int | None, lines: list[str]) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PrivateAttr, ValidationError, model_validator
 
 from zeroengine.config.auto import fill
-from zeroengine.config.batch import BatchSizes, resolve_batch
+from zeroengine.config.batch import BATCH_KEYS, BatchSizes, resolve_batch
 from zeroengine.config.canonical import Canonical, Problem, canonical
 from zeroengine.config.elastic import ElasticitySection, solve
 from zeroengine.config.keys import KeyTable
@@ -55,6 +55,7 @@ from zeroengine.config.values import (
     PositiveReal,
     Steps,
     choice,
+    plain,
     show,
 )
 from zeroengine.config.zero import ZeroSection
@@ -135,7 +136,7 @@ class Config(Section):
     def _one_batch(self) -> Config:
         if not self.elasticity.enabled or self.elasticity.ignore_non_elastic_batch_info:
             return self
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        for name in BATCH_KEYS:
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"`{name}` is given beside `elasticity`, which chooses it; remove one of the two, or set "
@@ -213,11 +214,9 @@ class Config(Section):
         if self._written is not None:
             result = copy.deepcopy(self._written)
         else:
-            result = _plain(self.model_dump(exclude_unset=True))
+            result = plain(self.model_dump(exclude_unset=True))
         if batch is not None:
-            result["train_batch_size"] = batch.train
-            result["train_micro_batch_size_per_gpu"] = batch.micro
-            result["gradient_accumulation_steps"] = batch.accumulation
+            result.update(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
         return result
 
 
@@ -284,12 +283,3 @@ def _problem(details: Any, result: Canonical) -> Problem:
     if isinstance(cause, RefusedValue):
         return Problem(result.spelled(path), "refused", f"is {show(details['input'])}: {text}")
     return Problem(result.spelled(path), "invalid", f"has the value {show(details['input'])}: {text}")
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and tuples of a frozen configuration as dicts and lists."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value

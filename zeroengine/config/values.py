@@ -58,6 +58,13 @@ def _freeze(value: Any) -> Any:
     return value
 
 
+def plain(value: Any) -> Any:
+    """What was frozen, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
 def show(value: Any) -> str:
     """The value as it stands in a JSON file, shortened for a message."""
     try:
@@ -129,7 +136,8 @@ def _flag(value: Any) -> bool:
     return flag
 
 
-def _dtype(value: Any) -> Dtype:
+def dtype_name(value: Any) -> Dtype:
+    """The type that is spelled in one of several ways. Raises `ValueError` for any other."""
     name = str(value).strip().lower().removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError('expected one of "fp32", "fp16", "bf16"')
@@ -186,13 +194,13 @@ PositiveReal = Annotated[float, BeforeValidator(_real("a finite number above 0",
 NonNegativeReal = Annotated[float, BeforeValidator(_real("a finite number of 0 or more", lambda x: x >= 0))]
 Fraction = Annotated[float, BeforeValidator(_real("a number from 0 to 1", lambda x: 0 <= x <= 1))]
 Flag = Annotated[bool, BeforeValidator(_flag)]
-DtypeName = Annotated[Dtype, BeforeValidator(_dtype)]
+DtypeName = Annotated[Dtype, BeforeValidator(dtype_name)]
 Steps = Annotated[int | None, PlainValidator(_steps)]
 Text = Annotated[str, BeforeValidator(_text)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_strings)]
 Params = Annotated[FrozenMap, PlainValidator(_mapping)]
 
 TYPE_WORDS: dict[Any, str] = {
-    _flag: "true or false", _dtype: "fp32, fp16 or bf16", _steps: "integer, null or Infinity",
+    _flag: "true or false", dtype_name: "fp32, fp16 or bf16", _steps: "integer, null or Infinity",
     _text: "string", _strings: "list of strings", _mapping: "object",
 }  # fmt: skip

@@ -100,7 +100,7 @@ class OffloadMethods:
             return ActivationsOnHost(keep, least_bytes, pin_memory) if placement.device.type != "cpu" else contextlib.nullcontext()
         if tier != "nvme" or not folder:
             raise ConfigError(f"offload_activations: device is {tier!r}; it is 'cpu', or 'nvme' with nvme_path=...")
-        return ActivationsOnDisk(placement.activation_store(folder, buffer_count), keep, least_bytes)
+        return ActivationsOnDisk(placement.activation_store(folder, buffer_count, pin_memory), keep, least_bytes)
 
     def _nvme_path(self) -> str | None:
         zero = self.settings.zero_optimization

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zeroengine.arguments import Parser
 from zeroengine.errors import ZeroEngineError
 from zeroengine.launcher import environment, machine
 from zeroengine.launcher.as_deepspeed import as_deepspeed
@@ -20,13 +21,6 @@ from zeroengine.launcher.where import TRANSPORTS, arguments_of_launcher, forward
 from zeroengine.wording import did_you_mean
 
 USAGE = "zerorun [options] script.py [arguments of the script]"
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises the package's error in place of ending the process."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ZeroEngineError(f"{message} (zerorun --help lists the options)")
 
 
 def build_parser() -> Parser:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroengine.arguments import Parser
 from zeroengine.errors import ConfigError
 from zeroengine.monitor.document import assemble
 from zeroengine.monitor.record import read_run
@@ -14,7 +14,7 @@ from zeroengine.monitor.record import read_run
 
 def run(argv: Sequence[str]) -> int:
     """Prints a run's report, and writes `report.json` and `report.html` beside its records unless told where."""
-    parser = argparse.ArgumentParser("zerorun report", description="Predicted beside measured: memory, traffic and time of a run.")
+    parser = Parser("zerorun report", description="Predicted beside measured: memory, traffic and time of a run.")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that monitor.run_dir named")
     parser.add_argument("--html", type=Path, metavar="FILE", help="where the page goes (default RUN_DIR/report.html)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default RUN_DIR/report.json)")

@@ -83,14 +83,10 @@ def remedies(layout: Layout, held: Mapping[str, int], beyond: int) -> list[Remed
     if shards_values and working:
         found.append(Remedy("zero_optimization.stage3_max_live_parameters: a smaller number", working // 2))
     if layout.micro > 1:
-        half = layout.micro // 2
-        times = layout.accumulation * layout.micro // half
-        found.append(
-            Remedy(
-                f"train_micro_batch_size_per_gpu: {half} (now {layout.micro}) with gradient_accumulation_steps: {times}, the same batch",
-                max(beyond, 0) * (layout.micro - half) // layout.micro or None,
-            )
-        )
+        samples = layout.accumulation * layout.micro  # of a rank in a step: they stay as many
+        fewer = max(n for n in range(1, layout.micro // 2 + 1) if samples % n == 0)
+        change = f"train_micro_batch_size_per_gpu: {fewer} (now {layout.micro}) with gradient_accumulation_steps: {samples // fewer}"
+        found.append(Remedy(f"{change}, the same batch", max(beyond, 0) * (layout.micro - fewer) // layout.micro or None))
     found.sort(key=lambda r: -(r.saves or 0))
     found += [
         Remedy(f"{o['layout']}, of zerorun plan: {in_bytes(o['memory'])} in all, {in_seconds(o['seconds'])} a step", None)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zeroengine.offload.buffers import host_bytes, pinned_bytes
 from zeroengine.offload.home import at_hand
 from zeroengine.offload.record import Record
 from zeroengine.offload.saved import SavedOther
@@ -30,11 +31,12 @@ class Moved(Protocol):
 
 
 class OnHost:
-    """A copy in memory of the host, page-locked if so wanted."""
+    """A copy in memory of the host, page-locked if so wanted and possible."""
 
     def __init__(self, tensor: Tensor, pin: bool) -> None:
         self._device = tensor.device
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        memory = pinned_bytes(tensor.nbytes) if pin else host_bytes(tensor.nbytes)
+        self._copy = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._copy.copy_(tensor.detach(), non_blocking=pin)
 
     def unpack(self) -> Tensor:

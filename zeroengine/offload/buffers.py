@@ -57,7 +57,7 @@ def private_pages(nbytes: int) -> mmap.mmap:
 
 
 def pinned_bytes(nbytes: int) -> Tensor:
-    """Page-locked memory, from which an accelerator reads by itself; ordinary where the system refuses it."""
+    """Page-locked memory, from which an accelerator reads by itself; ordinary, of a page at least, where the system refuses it."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from zeroengine.arguments import Parser
 from zeroengine.errors import ZeroEngineError
 from zeroengine.ops.build import cache_folder, mode
 from zeroengine.ops.registry import OPERATIONS, choose
@@ -33,7 +33,7 @@ Section = dict[str, str]
 
 def run(argv: Sequence[str]) -> int:
     """The command; 0, also where everything runs on twins."""
-    parser = argparse.ArgumentParser("zerorun env", description="versions, devices, compilers, and which operation runs how")
+    parser = Parser("zerorun env", description="versions, devices, compilers, and which operation runs how")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--no-build", action="store_true", help="does not build what is not built yet")
     options = parser.parse_args(argv)

@@ -8,16 +8,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeroengine.arguments import Parser, positive
 from zeroengine.errors import ConfigError
 from zeroengine.pipeline.checks import check
 from zeroengine.pipeline.draw import as_text, write_picture, write_trace
 from zeroengine.pipeline.schedules import SCHEDULES, find_rule
 from zeroengine.pipeline.simulate import Costs, simulate
-from zeroengine.wording import positive
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zerorun schedule", description="Checks, simulates and draws a pipeline schedule.")
+def build_parser() -> Parser:
+    parser = Parser(prog="zerorun schedule", description="Checks, simulates and draws a pipeline schedule.")
     add = parser.add_argument
     add("--name", default="1f1b", help=f"{', '.join(SCHEDULES)}, or package.module:function (default %(default)s)")
     add("--stages", type=int, default=4, help="pipeline ranks (default %(default)s)")
@@ -34,15 +34,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _time(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time: a finite number, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: a finite number, 0 or more")
     return value
 
 
 def run(argv: Sequence[str]) -> int:
-    """The exit code. Raises `ScheduleError` for numbers that the schedule can not be made for, `ConfigError` for what cannot be
-    drawn or written."""
+    """The exit code. Raises `ScheduleError` for numbers that the schedule can not be made for, `ConfigError` for a wrong command line
+    and for what cannot be drawn or written."""
     args = build_parser().parse_args(argv)
     if ":" in args.name and (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as in a script there

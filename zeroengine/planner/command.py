@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from zeroengine.arguments import Parser, positive, positive_numbers
 from zeroengine.errors import ConfigError
 from zeroengine.pipeline.actions import ScheduleError
 from zeroengine.pipeline.schedules import find_rule
@@ -19,17 +20,8 @@ from zeroengine.planner.model import ModelSource, find_model
 from zeroengine.planner.plan import Plan, Planner
 from zeroengine.planner.predicted import with_predictions
 from zeroengine.planner.search import Found, search
-from zeroengine.planner.show import in_full, plain, sent_by_dim, size, summary, table
-from zeroengine.wording import positive
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} ({self.prog} --help)")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(positive(n) for n in text.split(","))
+from zeroengine.planner.show import in_full, sent_by_dim, summary, table
+from zeroengine.wording import size
 
 
 def _stages(text: str) -> tuple[int, ...]:
@@ -59,8 +51,8 @@ def _schedules(text: str) -> tuple[str, ...]:
     return names
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="zerorun plan", description="Works out memory, traffic and time of every legal layout of a job.", allow_abbrev=False
     )
     job = parser.add_argument_group("the job")
@@ -80,12 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     tried = parser.add_argument_group("what is tried (numbers separated by commas)")
     add = tried.add_argument
     for name in ("pp", "tp"):
-        add(f"--{name}", type=_numbers, default=None, help="default: all divisors" + (" inside a node" if name == "tp" else ""))
-    add("--cp", type=_numbers, default=(1,), help="default: 1")
-    add("--ep", type=_numbers, default=(1,), help="default: 1")
-    add("--dp-replicate", type=_numbers, default=(1,), help="default: 1")
+        add(f"--{name}", type=positive_numbers, default=None, help="default: all divisors" + (" inside a node" if name == "tp" else ""))
+    add("--cp", type=positive_numbers, default=(1,), help="default: 1")
+    add("--ep", type=positive_numbers, default=(1,), help="default: 1")
+    add("--dp-replicate", type=positive_numbers, default=(1,), help="default: 1")
     add("--stage", type=_stages, default=(0, 1, 2, 3), help="ZeRO stages (default: all)")
-    add("--micro-batch", type=_numbers, default=(1, 2, 4, 8), help="default: 1,2,4,8")
+    add("--micro-batch", type=positive_numbers, default=(1, 2, 4, 8), help="default: 1,2,4,8")
     add("--recompute", type=_words("no", "yes"), default=("no", "yes"), help="default: no,yes")
     add("--offload", type=_words("none", "cpu", "nvme"), default=("none", "cpu"), help="none, cpu, nvme (default: none,cpu)")
     add("--schedule", type=_schedules, default=("1f1b",), help="pipeline schedules (default: 1f1b)")
@@ -235,27 +227,9 @@ def _tell(found: Found, job: Job, given: argparse.Namespace, write: Callable[[st
     write(f"{given.model}: {job.ranks} ranks of {size(job.memory)}, {batch}\n")
     write(f"{hardware.name}: {hardware.source}\n\n")
     if found.fitting:
-        write(_drawn(*table(found.fitting, given.top)) + "\n\n")
+        write(table(found.fitting, given.top) + "\n\n")
         write("\n".join(in_full(_chosen(found, given.choose), hardware)) + "\n\n")
     write("\n".join(summary(found)) + "\n")
-
-
-def _drawn(titles: list[str], rows: list[list[str]]) -> str:
-    """By rich where it is installed, else in plain text."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return "\n".join(plain(titles, rows))
-    made = Table(box=None, header_style="bold")
-    for i, title in enumerate(titles):
-        made.add_column(title, justify="left" if i == 1 else "right", no_wrap=i != 1)
-    for row in rows:
-        made.add_row(*row)
-    console = Console(width=200 if not sys.stdout.isatty() else None, file=sys.stdout)
-    with console.capture() as captured:
-        console.print(made)
-    return captured.get().rstrip("\n")
 
 
 def _chosen(found: Found, number: int) -> Plan:

@@ -28,8 +28,9 @@ from zeroengine.pipeline.module import PipelineModule
 from zeroengine.planner.layouts import Job, Layout
 from zeroengine.planner.model import ModelSource
 from zeroengine.planner.plan import Plan, Planner, Refused
-from zeroengine.planner.show import in_full, seconds, size
+from zeroengine.planner.show import in_full, seconds
 from zeroengine.planner.stage import quiet, split_model
+from zeroengine.wording import size
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,14 @@ class Layout:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def cut(self) -> tuple[Any, ...]:
+        """What layouts have in common that are of the same ranks on paper; it can be sorted."""
+        return (
+            self.pp, self.tp, self.cp, self.ep, self.recompute, self.schedule, self.virtual_stages or 0, self.sequence_parallel,
+            self.attention,
+        )  # fmt: skip
+
     def accumulation(self, job: Job) -> int:
         """Micro-batches a step. Raises `ConfigError` where the batch cannot be cut so."""
         return resolve_batch(self.settings(job), self.groups).accumulation

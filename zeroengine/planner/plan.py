@@ -24,6 +24,7 @@ from zeroengine.planner.paper import paper_mesh
 from zeroengine.planner.rehearsal import Chain, StagePass, rehearse
 from zeroengine.planner.stage import PaperRank, Workshop
 from zeroengine.planner.time import StepTime, by_dim, exposed_time, run_schedule, sending_time, stage_times, update_time
+from zeroengine.wording import size
 
 _EVERY_RANK = 4  # pipeline ranks up to which all are looked at; of more, the first, some in the middle, and the last
 
@@ -109,7 +110,7 @@ class Planner:
         moments = moments_of(job.optimizer)
         running = timeline.duration if timeline is not None else accumulation * sum(times[0])
         exposed = max(
-            exposed_time(*self._data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep)
+            exposed_time(*_data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep)
             for r in found
         )
         update = max(update_time(r.facts, moments, job.hardware) for r in found)
@@ -120,7 +121,7 @@ class Planner:
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _ranks(self, layout: Layout, settings: Config) -> list[PaperRank]:
-        key = _cut(layout)
+        key = layout.cut
         if key not in self._built:
             self._built.clear()  # only neighbours in the order of the search share them
             self._rehearsed.clear()
@@ -158,22 +159,13 @@ class Planner:
         memory = rank_memory(facts, loose, moments, settings, activations, passing, buffers, hardware.reserved)
         sent: dict[str, float] = dict(of_step(facts, accumulation))
         for p in _own(passes, timeline, place):
-            for name, size in p.counted.sent.items():
-                sent[name] = sent.get(name, 0.0) + accumulation * size
+            for name, nbytes in p.counted.sent.items():
+                sent[name] = sent.get(name, 0.0) + accumulation * nbytes
         if timeline is not None:
             _add_messages(sent, timeline, passes, place, chain.labels)
             _add_ties(sent, rank, facts)
         sent = {n: s for n, s in sent.items() if s and by_dim({n: s})}
         return RankPlan(place, rank.rank, memory, sent, tuple(facts))
-
-    def _data_traffic(self, rank: RankPlan, accumulation: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Bytes and calls of the collectives of buckets."""
-        sent: dict[str, float] = dict(of_step(rank.facts, accumulation))
-        return sent, {name: float(len(rank.facts) * (accumulation if self.layout_shards(rank) else 1)) for name in sent}
-
-    @staticmethod
-    def layout_shards(rank: RankPlan) -> bool:
-        return any(b.policy.shard_grads for b in rank.facts)
 
     def _lacks(self, plan: Plan) -> str | None:
         """What does not fit, with the kind that takes most and the missing bytes."""
@@ -181,20 +173,20 @@ class Planner:
         if full.memory.total > job.memory:
             kind = full.memory.largest()
             return (
-                f"rank {full.rank} (pipeline rank {full.place}) needs {_gb(full.memory.total)}, {_gb(full.memory.total - job.memory)} more "
-                f"than the {_gb(job.memory)} there are; most of it is {kind}, {_gb(full.memory.kinds()[kind])}"
+                f"rank {full.rank} (pipeline rank {full.place}) needs {size(full.memory.total)}, "
+                f"{size(full.memory.total - job.memory)} more than the {size(job.memory)} there are; "
+                f"most of it is {kind}, {size(full.memory.kinds()[kind])}"
             )
         if full.memory.host > job.host_memory:
-            return f"rank {full.rank} needs {_gb(full.memory.host)} of host memory, and has {_gb(job.host_memory)}"
+            return f"rank {full.rank} needs {size(full.memory.host)} of host memory, and has {size(job.host_memory)}"
         return None
 
 
-def _cut(layout: Layout) -> tuple[Any, ...]:
-    """What layouts must share to be of the same ranks on paper."""
-    return (
-        layout.pp, layout.cp, layout.tp, layout.ep, layout.recompute, layout.schedule, layout.virtual_stages, layout.sequence_parallel,
-        layout.attention,
-    )  # fmt: skip
+def _data_traffic(rank: RankPlan, accumulation: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes and calls of the collectives of buckets."""
+    sent: dict[str, float] = dict(of_step(rank.facts, accumulation))
+    times = accumulation if any(b.policy.shard_grads for b in rank.facts) else 1
+    return sent, {name: float(len(rank.facts) * times) for name in sent}
 
 
 def _places(pp: int) -> list[int]:
@@ -238,7 +230,3 @@ def _add_ties(sent: dict[str, float], rank: PaperRank, facts: list[BucketFacts])
         mine = [b for b in facts if b.rule is not None and any(s.name in tie.names for s in b.layout.specs)]
         size = sum((b.layout.shard_numel if b.policy.shard_state else b.layout.padded) * b.rule.accumulate.itemsize for b in mine if b.rule)
         sent["pipeline.send"] = sent.get("pipeline.send", 0.0) + size * (len(ranks) - 1 if place == ranks[0] else 1)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

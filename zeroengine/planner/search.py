@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from zeroengine.planner.layouts import Choices, Layout
+from zeroengine.planner.layouts import Choices
 from zeroengine.planner.plan import Plan, Planner, Refused
 
 
@@ -29,7 +29,7 @@ class Found:
 
 def search(planner: Planner, choices: Choices, told: Callable[[int, int], None] = lambda done, total: None) -> Found:
     """Works out all layouts of `choices`; `told(done, total)` is called after each."""
-    layouts = sorted(choices.layouts(planner.job), key=_shared)
+    layouts = sorted(choices.layouts(planner.job), key=lambda layout: (*layout.cut, layout.micro))  # neighbours share what was built
     fitting, large, refused = [], [], []
     for i, layout in enumerate(layouts):
         made = planner.plan(layout)
@@ -46,11 +46,3 @@ def search(planner: Planner, choices: Choices, told: Callable[[int, int], None] 
 def rank_plans(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """By time of a step; of equal ones the one that needs less memory."""
     return tuple(sorted(plans, key=lambda p: (p.time.total, p.fullest.memory.total)))
-
-
-def _shared(layout: Layout) -> tuple[object, ...]:
-    """Neighbours in this order share what was built."""
-    return (
-        layout.pp, layout.tp, layout.cp, layout.ep, layout.recompute, layout.schedule, layout.virtual_stages or 0,
-        layout.sequence_parallel, layout.attention, layout.micro,
-    )  # fmt: skip

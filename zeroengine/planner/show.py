@@ -5,45 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zeroengine.mesh import DIMS, Degrees
+from zeroengine.monitor.words import aligned
 from zeroengine.planner.hardware import Hardware
 from zeroengine.planner.plan import Plan
 from zeroengine.planner.search import Found
 from zeroengine.planner.time import by_dim, is_inside, reach
+from zeroengine.wording import size
 
 _KINDS = ("parameters", "gradients", "optimizer", "working", "activations", "passing", "reserved")
 _SHOWN_REASONS = 6
-
-
-def size(nbytes: float) -> str:
-    """In GB, MB or kB of a thousand."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def seconds(time: float) -> str:
     return f"{time:.2f} s" if time >= 1 else f"{time * 1e3:.1f} ms"
 
 
-def table(plans: Sequence[Plan], limit: int) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of the best plans."""
-    titles = ["#", "layout", "memory", *_KINDS, "host", "step", "bubble", "sent"]
-    rows = []
+def table(plans: Sequence[Plan], limit: int) -> str:
+    """The best plans."""
+    rows = [["#", "layout", "memory", *_KINDS, "host", "step", "bubble", "sent"]]
     for i, plan in enumerate(plans[:limit], 1):
         kinds = plan.fullest.memory.kinds()
         rows.append([
             str(i), plan.layout.show(), size(plan.fullest.memory.total), *(size(kinds[k]) for k in _KINDS),
             size(kinds["host"] + kinds["disk"]), seconds(plan.time.total), f"{plan.time.bubble:.0%}", size(sum(plan.traffic().values())),
         ])  # fmt: skip
-    return titles, rows
-
-
-def plain(titles: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """A table without any library."""
-    widths = [max(len(r[i]) for r in [titles, *rows]) for i in range(len(titles))]
-    for row in [titles, *rows]:
-        yield "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+    return aligned(rows)
 
 
 def in_full(plan: Plan, hardware: Hardware) -> Iterator[str]:

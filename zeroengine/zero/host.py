@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from zeroengine.offload.buffers import host_bytes
+
 _OWN_PAGES = 1 << 16  # bytes from which memory is mapped and not taken from the heap
 
 
 def host_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros in pages of their own, which end with the tensor."""
+    """Zeros, in pages of their own unless they are few."""
     size = numel * dtype.itemsize
-    if size < _OWN_PAGES:
-        return torch.zeros(numel, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+    return torch.zeros(numel, dtype=dtype) if size < _OWN_PAGES else host_bytes(size).view(dtype)
 
 
 class HeapTrimmer:
