@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.alike import are_alike, find_difference
+from zeroengine.comm.alike import are_alike, first_difference
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.offload.home import at_hand
@@ -91,17 +91,8 @@ def check_same(module: nn.Module, groups: Groups) -> None:
     named = [(common_name(n, p), p) for n, p in module.named_parameters()]
     lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
     if not are_alike(lines, groups.control, "model structure"):
-        raise DivergenceError(_first_difference(lines, groups.control))
-
-
-def _first_difference(lines: list[str], control: Communicator) -> str:
-    found, me = find_difference(lines, control, "parameters"), control.ranks[control.rank]
-    if found.counts is not None:
-        return f"rank {me}: the model has another number of parameters on each rank ({found.counts}); build the same model everywhere"
-    return (
-        f"rank {me}: parameter {found.at} of the model is not the same on all ranks: here it is '{lines[found.at]}', and ranks "
-        f"{list(found.odd)} differ from rank {control.ranks[0]}; build the same model everywhere"
-    )
+        told = first_difference(lines, groups.control, "parameters of the model")
+        raise DivergenceError(f"{told}; build the same model everywhere")
 
 
 def cast_buffers(module: nn.Module, rule: ShardingRule) -> None:
