@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from zeroengine.zero.bucket import Bucket, cut_into_buckets
 from zeroengine.zero.experts import common_name, expert_part
 from zeroengine.zero.frozen import note_frozen
 from zeroengine.zero.held import claim, held_by
+from zeroengine.zero.holders import Holders
 from zeroengine.zero.kept import kept_modules
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.leaves import find_leaves
@@ -51,7 +53,11 @@ class Groups:
     replicas: Communicator
     control: Communicator
     experts: Groups | None = None  # of the parameters of experts that only some of the ranks hold
-    equal: tuple[int, ...] = ()  # global ranks that hold the same parameters; empty: all of `control`
+
+    @cached_property
+    def holders(self) -> Holders:
+        """Of the same parameters."""
+        return Holders(self.params, self.replicas)
 
     @property
     def all(self) -> tuple[Communicator, ...]:
@@ -179,15 +185,15 @@ def build_buckets(
             for name, p in laid.named:
                 claim([p])
                 values = p.data.contiguous().view(-1)
-                _from_rank0(values, group, name)
+                group.holders.broadcast(values, name)
                 p.data = values.view(p.shape).to(dtype)
-                note_frozen(p, name, group.params)
+                note_frozen(p, name, group.holders)
             continue
         params, pool = [p for _, p in laid.named], pools[group.grads.name]
         claim(params)
-        bucket = Bucket(len(buckets), laid.layout, params, dtype, policy, group.params, pool, placement, group.equal)
+        bucket = Bucket(len(buckets), laid.layout, params, dtype, policy, group.holders, pool, placement)
         flat = _flatten(bucket, laid.source, keep=not policy.shard_params and laid.source is dtype)
-        _from_rank0(flat, group, bucket.subject)
+        group.holders.broadcast(flat, bucket.subject)
         if laid.trainable and trains:
             master = _master(bucket, flat)
             if master is not None:
@@ -199,7 +205,7 @@ def build_buckets(
     for name, buffer in module.named_buffers():
         if buffer.numel():
             values = buffer.contiguous().view(-1)
-            _from_rank0(values, groups, name)
+            groups.holders.broadcast(values, name)
             buffer.copy_(values.view(buffer.shape))
     placement.agree(groups.control, "moving values out of memory")
     return Built(buckets, masters, placement, units)
@@ -275,9 +281,3 @@ def _flatten(bucket: Bucket, source: torch.dtype, keep: bool) -> Tensor:
         # The old memory can go now: peak memory is the model and one bucket.
         p.data = flat[spec.offset : spec.end].view(spec.shape)
     return flat
-
-
-def _from_rank0(flat: Tensor, groups: Groups, subject: str) -> None:
-    """Two steps reach every rank: along the replicas of the first shard group's ranks, then inside each shard group."""
-    groups.replicas.broadcast(flat, 0, subject).wait()
-    groups.grads.broadcast(flat, 0, subject).wait()
