@@ -24,10 +24,9 @@ from zeroengine.errors import DivergenceError
 from zeroengine.offload.home import stub
 from zeroengine.zero.edits import digest
 from zeroengine.zero.host import HeapTrimmer, host_memory
-from zeroengine.zero.pool import storage_users
+from zeroengine.zero.pool import is_alone
 from zeroengine.zero.residency import ReleasedParameter, Slot, slot_of
 
-_ALONE = storage_users(torch.empty(1))
 _ONLY_OURS = 2  # references to a parameter that nobody else knows: the list of whole ones, and the argument of getrefcount
 _PATIENCE, _PAUSE = 20, 5e-4  # times, seconds
 
@@ -179,7 +178,7 @@ class HeldGroup:
         if held.pins:
             return _State.IN_USE
         for _ in range(_PATIENCE):  # the backend's threads let go of what they moved a little late
-            if storage_users(waiting[index]) <= _ALONE:
+            if is_alone(waiting[index]):
                 return _State.IDLE
             time.sleep(_PAUSE)
         return _State.IN_USE
