@@ -137,7 +137,7 @@ def lay_out(module: nn.Module, rule: ShardingRule, groups: Groups) -> Iterator[L
     for key, named in _classes(module, rule):
         source, dtype, trainable, persistent, leaf, _, _ = key
         group = groups.of(named[0][1])
-        policy = policy_for(rule.stage, persistent=persistent).over(group.params.size)
+        policy = policy_for(rule.stage, ranks=group.params.size, persistent=persistent)
         if not trainable and not policy.shard_params:
             yield Laid(named, None, source, dtype, policy, trainable, leaf, group)
             continue
