@@ -87,13 +87,12 @@ def check_experts(degrees: Degrees, size: int) -> None:
 @dataclass(frozen=True)
 class ExpertRanks:
     """The ranks that share experts (`tokens` moves between them, `control` over CPU tensors), and those of a shard group that
-    hold the same experts (`params`, `grads`). `equal`: global ranks that hold the same ones, in all replicas."""
+    hold the same experts (`params`, `grads`)."""
 
     tokens: AnyCommunicator
     control: AnyCommunicator
     params: AnyCommunicator
     grads: AnyCommunicator
-    equal: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -106,11 +105,10 @@ class ExpertRanks:
         shard = degrees.ranks_along(fabric.rank, SHARD_DIMS)
         group, place = divmod(shard.index(fabric.rank), size)
         together, same = shard[group * size : (group + 1) * size], shard[place::size]
-        equal = sorted(r for s in same for r in degrees.ranks_along(s, ("dp_replicate",)))
         make = fabric.communicator
         return ExpertRanks(
             make("experts", together), make("experts control", together, control=True),
-            make("expert params", same), make("expert grads", same), tuple(equal),
+            make("expert params", same), make("expert grads", same),
         )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ ATTEMPTS: dict[str, tuple[type[Exception], str, Attempt]] = {
         lambda r, i: i(nn.Sequential(*(nn.Linear(D, D) for _ in range(r + 1))), _config()),
     ),
     "another name": (
-        DivergenceError, "parameter 0",
+        DivergenceError, "number 0",
         lambda r, i: i(nn.ModuleDict({f"part{r}": nn.Linear(D, D)}), _config()),
     ),
     "frozen on one rank": (

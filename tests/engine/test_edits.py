@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ from torch import Tensor, nn
 
 import zeroengine
 from tests.engine.versus_torch import TINY, Where, check, difference, fresh, one_mesh, whole_weights
+from tests.parallel.hf_models import build as hf_model
 from tests.ranks import run_ranks
 from zeroengine.errors import DivergenceError, ModelError
+from zeroengine.moe import ExpertList, MoE
+from zeroengine.utils import safe_get_full_fp32_param
 from zeroengine.zero import GatheredParameters
+from zeroengine.zero.experts import expert_part
+from zeroengine.zero.tensor import tensor_shard
 
 pytestmark = pytest.mark.ranks
 D = 6
@@ -25,14 +31,16 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
 
 
-def make(mesh: Any, stage: int, build: Callable[[], nn.Module] = small, lr: float = 0.0, **config: Any) -> Any:
-    settings = {
+def settings(stage: int, lr: float = 0.0) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.0}},
         "zero_optimization": {"stage": stage, "bucket_size": TINY},
-        **config,
     }
-    return zeroengine.initialize(model=fresh(build), config=settings, mesh=mesh)[0]
+
+
+def make(mesh: Any, stage: int, build: Callable[[], nn.Module] = small, lr: float = 0.0, **config: Any) -> Any:
+    return zeroengine.initialize(model=fresh(build), config={**settings(stage, lr), **config}, mesh=mesh)[0]
 
 
 def train(engine: Any, where: Where) -> None:
@@ -249,3 +257,57 @@ def _reads(rank: int, ranks: int) -> list[str]:
 
 def test_reads_and_edits_that_were_given_up() -> None:
     check(_reads)
+
+
+# --- who holds a parameter -------------------------------------------------------------------------------------------------
+
+
+def _experts() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, D), MoE(D, ExpertList([nn.Linear(D, D) for _ in range(4)])))
+
+
+# On 4 ranks: the mesh, the model, and which of its parameters only every second rank holds (None: all hold all).
+HELD: list[tuple[dict[str, int], Callable[[], nn.Module], Callable[[nn.Parameter], Any] | None]] = [
+    ({"dp_replicate": 2}, small, None),
+    ({"tp": 2}, lambda: hf_model("llama"), tensor_shard),
+    ({"tp": 2, "dp_replicate": 2}, lambda: hf_model("llama"), tensor_shard),
+    ({"ep": 2}, _experts, expert_part),
+    ({"ep": 2, "dp_replicate": 2}, _experts, expert_part),
+]
+
+
+def _holders(rank: int, ranks: int) -> list[str]:
+    """All ranks that hold a parameter, replicas too, get the values of the one that is named. Edits of some of them are an error on
+    all, and so is the name of a rank that holds another part."""
+    faults = []
+    for stage, (degrees, build, part) in product((0, 1, 2, 3), HELD):
+        label, writer = f"stage {stage} {degrees}", 2 if part is None else 2 + rank % 2
+        model = fresh(build)
+        if "ep" not in degrees:
+            list(model.parameters())[-2 if part is None else -1].requires_grad_(False)
+        engine = zeroengine.initialize(model=model, config={**settings(stage), "mesh": degrees})[0]
+        params = [p for p in model.parameters() if part is None or part(p) is not None]
+        with torch.no_grad(), GatheredParameters(params, modifier_rank=writer):
+            if rank == writer:
+                for p in params:
+                    p.fill_(7.0)
+        with GatheredParameters(params):
+            if not all(bool((p == 7.0).all()) for p in params):
+                faults.append(f"{label}: not everywhere")
+        if not all(bool((safe_get_full_fp32_param(p) == 7.0).all()) for p in params):
+            faults.append(f"{label}: not in the masters")
+        if part is None:
+            train(engine, Where(0, 0, rank, ranks))
+        else:
+            with pytest.raises(ModelError, match="does not hold parameter"):
+                GatheredParameters(params, modifier_rank=3 - rank % 2)
+        for p in (params[0], params[-1]):
+            with pytest.raises(DivergenceError, match="not to the same values on all ranks"):
+                with torch.no_grad(), GatheredParameters(p):
+                    p.fill_(float(rank // 2))
+        engine.destroy()
+    return faults
+
+
+def test_all_that_hold_a_parameter_get_its_edit() -> None:
+    check(_holders, 4)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ops.values import DTYPES, assert_same_bits, awkward, cloned, parts, segment
+from tests.ops.values import DTYPES, RULES, assert_same_bits, awkward, cloned, parts, segment
 from zeroengine.ops import FusedAdam, choose, flat, twins
 from zeroengine.ops.native import Segment
-from zeroengine.ops.rules import RULES, Rule
+from zeroengine.ops.rules import Rule
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

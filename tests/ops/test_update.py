@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ops.toolbox import REAL
-from tests.ops.values import DTYPES, SIZES, assert_same_bits, awkward, cloned, parts, segment
+from tests.ops.values import DTYPES, RULES, SIZES, assert_same_bits, awkward, cloned, parts, segment
 from zeroengine.ops import flat, native, twins
 from zeroengine.ops.build import library
 from zeroengine.ops.compile import compile_library
-from zeroengine.ops.rules import ADAMW, RULES, Rule
+from zeroengine.ops.rules import ADAMW, Rule
 from zeroengine.ops.sources import Sources, csrc
 from zeroengine.ops.toolchain import Compiler, Target, cxx_flags
 

@@ -9,9 +9,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zeroengine.ops import rules
 from zeroengine.ops.native import Segment
 from zeroengine.ops.rules import HYPERS, Rule
 
+RULES = [value for value in vars(rules).values() if isinstance(value, Rule)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([127, 511, 1023, 1024, 1025, 2049, 5000]))
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 6e-8, 3e38, 65504.0, 65519.9, 65520.0, 1e-30)

@@ -27,7 +27,6 @@ from zeroengine.optim.muon import MuonWithAdamW, split_groups
     [
         ("LBFGS", {}, "closure"),
         ("SparseAdam", {}, "sparse gradients"),
-        ("AdamV", {}, "did you mean `Adam"),
         ("Adam", {"bias_correction": False, "torch_adam": True}, "always corrects"),
         ("Adam", {"lrr": 1.0}, "did you mean `lr`"),
         ("SGD", {"lr": 0.1, "betas": [0.9, 0.99]}, "optimizer.params.betas is not a parameter of SGD"),

@@ -97,6 +97,21 @@ def test_search_ranks_what_fits_and_says_what_is_missing() -> None:
         assert "more than the" in plan.why_not
 
 
+def test_the_state_is_that_of_the_optimizer_in_the_file() -> None:
+    """In fp32 there are no masters: tensors of the parameters' size, and nothing else."""
+
+    def state(kind: str, **params: object) -> float:
+        job = replace(common.job(1, 1), base={"optimizer": {"type": kind, "params": params}})
+        made = Planner(common.source("llama"), job).plan(Layout())
+        assert isinstance(made, Plan)
+        return made.fullest.memory.optimizer
+
+    one = state("AdamW") / 2
+    kept = {"Lion": 1, "Adagrad": 1, "Muon": 1, "SGD": 0, "Lamb": 2}
+    assert {kind: state(kind) / one for kind in kept} == kept
+    assert state("SGD", momentum=0.9) == one and state("Adam", amsgrad=True) == 3 * one
+
+
 def test_pipelines_have_the_bubble_of_their_schedule() -> None:
     planner = Planner(common.source("llama"), common.job(2, 8))
     few, many = (planner.plan(Layout(pp=2, micro=m)) for m in (4, 1))

@@ -78,11 +78,14 @@ def find_checkpoint(directory: Path, tag: str | None = None, *, process_group: P
 def read_index(folder: Path, *, process_group: ProcessGroup | None, rank: int, world: int) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """{key: (shape, dtype)} of the tensors in the checkpoint `folder`. Collective; raises CheckpointError on all ranks."""
 
-    def work() -> dict[str, tuple[torch.Size, torch.dtype]]:
-        folders.read_marker(Path(folder))
-        return tensor_index(SafeReader(Path(folder)))
+    found: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
-    return Ranks(process_group, rank, world).phase(f"reading the index of {folder}", work)[rank]
+    def work() -> None:  # every rank has it already: nothing but errors is exchanged
+        folders.read_marker(Path(folder))
+        found.update(tensor_index(SafeReader(Path(folder))))
+
+    Ranks(process_group, rank, world).phase(f"reading the index of {folder}", work)
+    return found
 
 
 def tensor_index(reader: SafeReader) -> dict[str, tuple[torch.Size, torch.dtype]]:

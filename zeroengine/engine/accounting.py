@@ -139,6 +139,6 @@ def at_stage(
     facts: Sequence[BucketFacts], stage: int, moments: int, loose: int, zero: ZeroSection, value_buffers: int = 0, state_buffers: int = 0
 ) -> dict[str, int]:
     """`at_rest` of the same buckets at another `stage`; `working`: gathered values and gradients on their way, at their most."""
-    moved = [replace(b, policy=policy_for(stage).over(b.ranks)) for b in facts]
+    moved = [replace(b, policy=policy_for(stage, ranks=b.ranks)) for b in facts]
     rest = at_rest(moved, moments, loose, value_buffers, state_buffers)
     return {**rest, "working": gathered_peak(moved, zero) + travelling(moved)}

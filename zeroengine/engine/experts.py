@@ -31,7 +31,7 @@ Sequences = SharedSequences | StageSequences
 class ExpertParallel:
     """The layers with experts of one model, spread over the ranks of `group`. `remove` makes the model what it was."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, group: ExpertGroup, bias_speed: float, splits: bool = False) -> None:
+    def __init__(self, model: nn.Module, groups: Groups, group: ExpertGroup, bias_speed: float, splits: bool = False) -> None:
         """`splits`: the ranks of a tensor group split sequences between the layers. Collective."""
         self.group = group
         self._model, self._batch, self._bias_speed = model, group.batch.ranks, bias_speed
@@ -56,7 +56,7 @@ class ExpertParallel:
         applies = GlobalRouterLoss.applies(model) and group.batch.ranks.size > 1
         self.router_loss = GlobalRouterLoss(model, group.batch) if applies else None
         if group.size > 1:
-            equalize([layer.held for layer in self.layers.values()], mesh)
+            equalize([layer.held for layer in self.layers.values()], groups)
         for name, layer in self.layers.items():
             layer.spread(group, name)
         self._mark_stacks(True)
@@ -102,14 +102,13 @@ class ExpertParallel:
         return found
 
 
-def equalize(experts: list[Experts], mesh: Mesh) -> None:
+def equalize(experts: list[Experts], groups: Groups) -> None:
     """Makes rank 0's values of all experts everybody's, before each rank keeps its part of them. Collective."""
     for module in experts:
         for name, p in module.named_parameters():
             claim([p])
             values = p.data.contiguous().view(-1)
-            mesh.replicate_grads.broadcast(values, 0, name).wait()
-            mesh.shard_grads.broadcast(values, 0, name).wait()
+            groups.holders.broadcast(values, name)
             p.data = values.view(p.shape)
 
 
@@ -161,7 +160,7 @@ def spread_experts(
     if shared:
         check_same(model, groups)
     group = expert_group(settings, mesh, token_batch(settings, mesh, layers, sequences))
-    made = ExpertParallel(model, mesh, group, settings.moe.bias_speed, layers is not None and layers.region.splits)
+    made = ExpertParallel(model, groups, group, settings.moe.bias_speed, layers is not None and layers.region.splits)
     if isinstance(sequences, SharedSequences):
         sequences.router_loss = made.router_loss is not None
     if made.layers:
@@ -175,5 +174,5 @@ def groups_of(mesh: Mesh) -> Groups:
     experts = None
     if mesh.experts is not None:
         e = mesh.experts
-        experts = Groups(e.params, e.grads, mesh.replicate_grads, mesh.control, equal=e.equal)
+        experts = Groups(e.params, e.grads, mesh.replicate_grads, mesh.control)
     return Groups(mesh.shard_params, mesh.shard_grads, mesh.replicate_grads, mesh.control, experts)

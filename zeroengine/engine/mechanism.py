@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.alike import are_alike
+from zeroengine.comm.alike import are_alike, first_difference
 from zeroengine.comm.protocol import Communicator
 from zeroengine.config import Config
 from zeroengine.device import DTYPES
@@ -19,7 +19,7 @@ from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
 from zeroengine.optim.optimizer import ZeroOptimizer
-from zeroengine.optim.options import first_difference, leaf_lines
+from zeroengine.optim.options import leaf_lines
 from zeroengine.optim.parts import attach
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.zero.bucket import Bucket
@@ -162,7 +162,8 @@ def check_same_config(config: Config, control: Communicator) -> None:
     """Raises `DivergenceError` on every rank where their configurations differ, paths aside. Collective."""
     lines = leaf_lines(config.to_dict())
     if not are_alike(lines, control, "configuration"):
-        raise DivergenceError(f"{first_difference(lines, control)}; give zeroengine.initialize the same configuration everywhere")
+        told = first_difference(lines, control, "keys of the configuration")
+        raise DivergenceError(f"{told}; give zeroengine.initialize the same configuration everywhere")
 
 
 def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains: bool, everyone: Communicator | None = None) -> Mechanism:

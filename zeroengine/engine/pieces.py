@@ -56,8 +56,7 @@ class Share:
 
     def of_whole(self, param: nn.Parameter) -> tuple[int, int]:
         """Elements of a parameter that every rank holds whole; of an expert, every rank that has it."""
-        group = self.groups.of(param)
-        ranks = group.equal or group.control.ranks
+        ranks = self.groups.of(param).holders.ranks
         return _cut(param.numel(), ranks.index(self.groups.rank), len(ranks))
 
 

@@ -30,6 +30,14 @@ def check_range(name: str, value: float, low: float = 0.0, below: float = float(
         raise ConfigError(f"optimizer parameter {name}={value}: it is at least {low:g} {limit}and a finite number")
 
 
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """What a step returns: the loss of its closure, if there is one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update each element by itself, all parameters in one pass over the memory.
 
@@ -61,10 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a gradient or copy does not fit its parameter. Nothing has been changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         found: list[tuple[Group, Tensor, Tensor]] = []
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):

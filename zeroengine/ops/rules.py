@@ -34,8 +34,6 @@ SGD = Rule("sgd", 6, 0, twins.sgd)
 SGD_MOMENTUM = Rule("sgd with momentum", 7, 1, twins.sgd_momentum)
 SGD_NESTEROV = Rule("sgd with Nesterov momentum", 8, 1, twins.sgd_nesterov)
 
-RULES = (ADAM, ADAMW, ADAM_MAX, ADAMW_MAX, LION, ADAGRAD, SGD, SGD_MOMENTUM, SGD_NESTEROV)
-
 Numbers = tuple[float, ...]
 
 

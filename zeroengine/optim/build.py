@@ -73,7 +73,7 @@ def check_trainable(module: nn.Module, groups: ParamGroups) -> None:
         raise ModelError("model_parameters holds no trainable parameter of the model; pass model.parameters() or leave it out")
 
 
-_OURS: dict[str, type[torch.optim.Optimizer]] = {"lion": FusedLion, "lamb": Lamb, "muon": MuonWithAdamW}
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"Lion": FusedLion, "Lamb": Lamb, "Muon": MuonWithAdamW}
 # Ours in place of torch's, where the options allow: one pass, with the same bits wherever a tensor is cut.
 _FUSED: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     torch.optim.Adam: (FusedAdam, {"adam_w_mode": False}),
@@ -81,30 +81,23 @@ _FUSED: dict[type[torch.optim.Optimizer], tuple[type[torch.optim.Optimizer], dic
     torch.optim.Adagrad: (FusedAdagrad, {}),
     torch.optim.SGD: (FusedSGD, {}),
 }
-_ADAM = ("adam", "fusedadam", "cpuadam", "deepspeedcpuadam")
 
 
 def optimizer_class(name: str, params: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
-    """The class that config `optimizer.type` names, case and underscores aside. Raises `ConfigError` for an unknown name
-    and for classes that no stage can serve."""
-    wanted = name.replace("_", "").lower()
-    classes = {n.lower(): c for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)} | _OURS
-    classes.pop("optimizer", None)
-    if wanted in _ADAM:
+    """The class that config `optimizer.type` names. Raises `ConfigError` for those that no stage can serve."""
+    if name == "Adam" and params.get("adam_w_mode") is True:
+        name = "AdamW"
+    elif name == "AdamW" and params.get("adam_w_mode") is False:
+        name = "Adam"
+    elif name == "Adam" and params.get("weight_decay") and "adam_w_mode" not in params:
         # torch's meaning: "Adam" adds weight decay to the gradient, unless the config says otherwise.
-        wanted = "adamw" if params.get("adam_w_mode") is True else "adam"
-        if wanted == "adam" and params.get("weight_decay") and "adam_w_mode" not in params:
-            log_once(
-                'optimizer.type "Adam" with weight_decay is Adam with L2 regularisation, as in torch; DeepSpeed takes AdamW here '
-                'unless adam_w_mode is false. Write "AdamW" (or "adam_w_mode": true) for decoupled weight decay'
-            )
-    elif wanted == "adamw" and params.get("adam_w_mode") is False:
-        wanted = "adam"
-    if wanted not in classes:
-        hint = did_you_mean(name, [known.__name__ for known in classes.values()], "any class of torch.optim can be named.")
-        raise ConfigError(f"optimizer.type '{name}' is not known; {hint} An optimizer of your own goes to initialize(optimizer=...)")
-    check_usable(classes[wanted])
-    return classes[wanted]
+        log_once(
+            'optimizer.type "Adam" with weight_decay is Adam with L2 regularisation, as in torch; DeepSpeed takes AdamW here '
+            'unless adam_w_mode is false. Write "AdamW" (or "adam_w_mode": true) for decoupled weight decay'
+        )
+    cls: type[torch.optim.Optimizer] = _OURS.get(name) or getattr(torch.optim, name)
+    check_usable(cls)
+    return cls
 
 
 def optimizer_factory(name: str, params: Mapping[str, Any], model: nn.Module) -> ClassFactory:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zeroengine.comm.alike import differ, odd_ranks
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError
 from zeroengine.optim.update import FlatMaster
@@ -33,15 +34,14 @@ class MasterEdits:
         mine = [b.edit if b.policy.shard_params or b.full is None else digest(b.full) for b in edited]
         table = self._control.exchange(torch.tensor(mine, dtype=torch.int64), "edits of parameters")
         for bucket, column in zip(edited, table.unbind(1), strict=True):
-            ranks = bucket.equal or self._control.ranks
-            column = column[[self._control.ranks.index(r) for r in ranks]]
-            if not bool((column == column[0]).all()):
-                odd = [r for r, value in zip(ranks, column.tolist(), strict=True) if value != int(column[0])]
+            ranks = bucket.holders.ranks
+            odd = odd_ranks([int(column[self._control.ranks.index(r)]) for r in ranks], ranks)
+            if odd:
                 raise DivergenceError(
                     f"rank {self._control.ranks[self._control.rank]}: parameters of {bucket.subject} were edited in place "
-                    f"(load_state_dict, copy_, a write in forward) since the last step, and not alike on all ranks (ranks {odd} differ "
-                    f"from rank {ranks[0]}); make the same edit everywhere, or edit inside "
-                    "zeroengine.zero.GatheredParameters(..., modifier_rank=0)"
+                    "(load_state_dict, copy_, a write in forward) since the last step, and not alike on all ranks "
+                    f"({differ(odd, ranks)}); make the same edit everywhere, or edit inside "
+                    f"zeroengine.zero.GatheredParameters(..., modifier_rank={ranks[0]})"
                 )
             bucket.forget_edit()
             self.refresh(bucket)

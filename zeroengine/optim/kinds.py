@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,11 +55,3 @@ def check_usable(cls: type[torch.optim.Optimizer]) -> None:
     for base in cls.__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in _REFUSED:
             raise ConfigError(f"optimizer {cls.__name__} {_REFUSED[base.__name__]}")
-
-
-def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What a step returns: the loss of its closure, if there is one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

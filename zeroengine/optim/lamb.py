@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroengine.optim.kinds import evaluate
+from zeroengine.ops.optimizer import evaluate
 
 
 class Lamb(torch.optim.Optimizer):

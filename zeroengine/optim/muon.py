@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroengine.errors import ConfigError
 from zeroengine.logging import log_once, log_rank0
-from zeroengine.optim.kinds import evaluate
+from zeroengine.ops.optimizer import evaluate
 from zeroengine.zero.experts import is_stack
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.alike import first_difference
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import ConfigError, DivergenceError, ModelError, OffloadError
 from zeroengine.offload.placement import Placement
@@ -20,7 +21,7 @@ from zeroengine.optim.build import named_groups
 from zeroengine.optim.clip import NormRule, OverShards, clip_factor
 from zeroengine.optim.edits import MasterEdits
 from zeroengine.optim.offloaded import AwayUpdate
-from zeroengine.optim.options import OptionsDigest, first_difference, option_lines
+from zeroengine.optim.options import OptionsDigest, option_lines
 from zeroengine.optim.parts import Attached
 from zeroengine.optim.scaler import LossScaler
 from zeroengine.optim.skips import Skips
@@ -179,7 +180,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options = self._options.of(self.param_groups)
         used, marks = self.reducer.finish([*self.edits.marks(), options, -options])
         if marks[-2] != -marks[-1]:
-            raise DivergenceError(f"{first_difference(option_lines(self.param_groups), self._control)}; {_OPTIONS_REMEDY}")
+            told = first_difference(option_lines(self.param_groups), self._control, "options of the optimizer")
+            raise DivergenceError(f"{told}; {_OPTIONS_REMEDY}")
         self.edits.follow(marks[:-2])
         self._check_used(used)
         gradients = self.reducer.gradients

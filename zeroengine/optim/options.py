@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroengine.comm.alike import digest_of_lines, find_difference
-from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.alike import digest_of_lines
 
 _MARK_BITS = 31  # of a digest that travels among a step's marks, which are int32 of either sign
 
@@ -59,15 +58,6 @@ def leaf_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         elif not any(word in name for word in ("path", "dir", "folder")):
             lines.append(f"{path} = {value!r}")
     return lines
-
-
-def first_difference(lines: list[str], control: Communicator) -> str:
-    """Which line is not the same on all ranks. Collective; for lists that are known to differ."""
-    found, me = find_difference(lines, control, "options"), control.ranks[control.rank]
-    if found.counts is not None:
-        return f"rank {me}: another number of options on each rank ({found.counts})"
-    odd = list(found.odd)
-    return f"rank {me}: not the same on all ranks: here {lines[found.at]}, and ranks {odd} differ from rank {control.ranks[0]}"
 
 
 def _number(value: Any) -> Any:

@@ -7,14 +7,13 @@ depend on the count alone, so that a resumed schedule gives the same bits.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from zeroengine.config import SchedulerSection
 from zeroengine.config.values import plain_number, show
@@ -246,9 +245,7 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRSchedu
             f"scheduler.type {name} needs {_NOT_IN_JSON[name]}, which a configuration cannot hold; build it in code "
             "and pass it to initialize(lr_scheduler=...)"
         )
-    cls: Any = SCHEDULES.get(name) or getattr(importlib.import_module("torch.optim.lr_scheduler"), name, None)
-    if not isinstance(cls, type) or not issubclass(cls, LRScheduler) or issubclass(cls, ReduceLROnPlateau):
-        raise ConfigError(f"scheduler.type {show(name)} is no schedule; known are {', '.join(SCHEDULES)} and torch's")
+    cls: Any = SCHEDULES.get(name) or getattr(lr_scheduler, name)
     params = {key: list(value) if isinstance(value, tuple) else value for key, value in section.params.items()}
     _check_names(cls, params)
     if not issubclass(cls, Schedule):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroengine.config import OptimizerSection
 from zeroengine.errors import ConfigError
 from zeroengine.zero.layout import Piece
 
@@ -41,25 +41,28 @@ def carry_state(
                 optimizer.state[view][key] = value.clone() if isinstance(value, Tensor) else value
 
 
-# fp32 tensors of the parameter's size that torch's optimizers keep; options of the group decide where a range is given.
-_MOMENTS = {
-    "Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "FusedAdagrad": 1, "FusedLion": 1,
-    "Adadelta": 2, "ASGD": 1, "Rprop": 2,
-}  # fmt: skip
+# fp32 tensors of a parameter's size that optimizers keep, where it is not 2 as of Adam's family. Adafactor keeps rows and columns of
+# matrices; Muon's number is that of matrices, what it leaves to AdamW has 2.
+_MOMENTS = {"Adagrad": 1, "Lion": 1, "ASGD": 1, "Muon": 1, "MuonWithAdamW": 1, "Adafactor": 0}
 
 
 def moments(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's size `optimizer` keeps for it: known for torch's classes and ours, a guess for others."""
-    return moments_of(type(optimizer).__name__, optimizer.defaults)
+    return _moments(type(optimizer).__name__, optimizer.defaults)
 
 
-def moments_of(name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> int:
-    """`moments` of an optimizer's class name and defaults."""
-    if name in ("SGD", "FusedSGD"):
-        return 1 if defaults.get("momentum") else 0
+def moments_of(section: OptimizerSection | None) -> int:
+    """The same of the optimizer that a configuration asks for; one that is given in code (None) is taken for Adam."""
+    return 2 if section is None else _moments(section.type, section.params)
+
+
+def _moments(name: str, options: Mapping[str, Any]) -> int:
+    name = name.removeprefix("Fused").removeprefix("CPU")
+    if name == "SGD":
+        return 1 if options.get("momentum") else 0
     if name == "RMSprop":
-        return 1 + int(bool(defaults.get("momentum"))) + int(bool(defaults.get("centered")))
-    return _MOMENTS.get(name, 2) + int(bool(defaults.get("amsgrad")))
+        return 1 + int(bool(options.get("momentum"))) + int(bool(options.get("centered")))
+    return _MOMENTS.get(name, 2) + int(bool(options.get("amsgrad")))
 
 
 class NoChange:

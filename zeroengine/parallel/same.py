@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from zeroengine.comm.alike import differ, odd_ranks
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError
 
@@ -34,11 +35,11 @@ def check_same_batch(batch: Any, ranks: Communicator) -> None:
     if ranks.size == 1:
         return
     rows = ranks.exchange(torch.tensor([fingerprint(batch)], dtype=torch.int64), "fingerprint of the batch").flatten().tolist()
-    odd = [ranks.ranks[i] for i, row in enumerate(rows) if row != rows[0]]
+    odd = odd_ranks(rows, ranks.ranks)
     if odd:
         raise DivergenceError(
             f"rank {ranks.ranks[ranks.rank]}: ranks {list(ranks.ranks)} share layers or a sequence and must be given the same "
-            f"batch, but that of ranks {odd} differs from that of rank {ranks.ranks[0]}; shard the data by mesh.sample_group of "
+            f"batch, but {differ(odd, ranks.ranks)}; shard the data by mesh.sample_group of "
             "mesh.sample_groups, or wrap the loader in zeroengine.parallel.same.SameBatches"
         )
 

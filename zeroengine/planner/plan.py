@@ -107,7 +107,7 @@ class Planner:
             self._rank_plan(rank, facts, loose, settings, accumulation, chain, timeline)
             for rank, (facts, loose) in zip(ranks, described, strict=True)
         )
-        moments = moments_of(job.optimizer)
+        moments = moments_of(settings.optimizer)
         running = timeline.duration if timeline is not None else accumulation * sum(times[0])
         exposed = max(
             exposed_time(*_data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep)
@@ -148,7 +148,7 @@ class Planner:
         self, rank: PaperRank, facts: list[BucketFacts], loose: int, settings: Config, accumulation: int,
         chain: Chain, timeline: Timeline | None,
     ) -> RankPlan:  # fmt: skip
-        moments, hardware = moments_of(self.job.optimizer), self.job.hardware
+        moments, hardware = moments_of(settings.optimizer), self.job.hardware
         place, passes = rank.mesh.coordinate("pp"), chain.passes
         if timeline is None:
             counted = passes[0].counted

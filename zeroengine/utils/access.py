@@ -89,8 +89,7 @@ class _Trained:
             )
         value = value if self.shard is None else self.shard.cut(value)
         value = value.detach().to(device=bucket.device, dtype=self.master.flat.dtype).contiguous()
-        holders = bucket.comm if bucket.equal else control  # each rank that shares experts has others
-        told = holders.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
+        told = bucket.holders.exchange(torch.tensor([digest(value.view(-1))]), f"value for {what} of {spec.name}").flatten()
         if not bool((told == told[0]).all()):
             raise DivergenceError(
                 f"rank {me}: the value for {what} of parameter '{spec.name}' is not the same on all ranks; give the same everywhere"

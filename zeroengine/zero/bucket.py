@@ -9,11 +9,12 @@ import re
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.protocol import Communicator, Work
+from zeroengine.comm.protocol import Work
 from zeroengine.errors import DivergenceError, ModelError, OffloadError
 from zeroengine.offload.home import Home, Memory, at_hand
 from zeroengine.offload.placement import Placement
 from zeroengine.zero.edits import digest, same_bits
+from zeroengine.zero.holders import Holders
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.policy import Policy
 from zeroengine.zero.pool import BufferPool
@@ -46,12 +47,10 @@ class Bucket:
         params: list[nn.Parameter],
         dtype: torch.dtype,
         policy: Policy,
-        comm: Communicator,
+        holders: Holders,
         pool: BufferPool,
         placement: Placement | None = None,
-        equal: tuple[int, ...] = (),
     ) -> None:
-        """`equal`: global ranks that hold the same parameters; empty: all that train together."""
         self.index = index
         self.layout = layout
         self.params = params
@@ -65,10 +64,10 @@ class Bucket:
         self.pins = 0
         self.version = 0
         self.edit = 0
-        self.comm = comm
+        self.holders = holders
+        self.comm = holders.params
         self.home: Home = Memory()
         self.placement = placement or Placement.on_device(self.device)
-        self.equal = equal
         self._pool = pool
         self._work: Work | None = None
         self._lent = False  # the gather that was issued reads the shard

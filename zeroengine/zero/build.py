@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroengine.comm.alike import are_alike, find_difference
+from zeroengine.comm.alike import are_alike, first_difference
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError, ModelError
 from zeroengine.offload.home import at_hand
@@ -19,6 +20,7 @@ from zeroengine.zero.bucket import Bucket, cut_into_buckets
 from zeroengine.zero.experts import common_name, expert_part
 from zeroengine.zero.frozen import note_frozen
 from zeroengine.zero.held import claim, held_by
+from zeroengine.zero.holders import Holders
 from zeroengine.zero.kept import kept_modules
 from zeroengine.zero.layout import BucketLayout
 from zeroengine.zero.leaves import find_leaves
@@ -51,7 +53,11 @@ class Groups:
     replicas: Communicator
     control: Communicator
     experts: Groups | None = None  # of the parameters of experts that only some of the ranks hold
-    equal: tuple[int, ...] = ()  # global ranks that hold the same parameters; empty: all of `control`
+
+    @cached_property
+    def holders(self) -> Holders:
+        """Of the same parameters."""
+        return Holders(self.params, self.replicas)
 
     @property
     def all(self) -> tuple[Communicator, ...]:
@@ -91,17 +97,8 @@ def check_same(module: nn.Module, groups: Groups) -> None:
     named = [(common_name(n, p), p) for n, p in module.named_parameters()]
     lines = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in named]
     if not are_alike(lines, groups.control, "model structure"):
-        raise DivergenceError(_first_difference(lines, groups.control))
-
-
-def _first_difference(lines: list[str], control: Communicator) -> str:
-    found, me = find_difference(lines, control, "parameters"), control.ranks[control.rank]
-    if found.counts is not None:
-        return f"rank {me}: the model has another number of parameters on each rank ({found.counts}); build the same model everywhere"
-    return (
-        f"rank {me}: parameter {found.at} of the model is not the same on all ranks: here it is '{lines[found.at]}', and ranks "
-        f"{list(found.odd)} differ from rank {control.ranks[0]}; build the same model everywhere"
-    )
+        told = first_difference(lines, groups.control, "parameters of the model")
+        raise DivergenceError(f"{told}; build the same model everywhere")
 
 
 def cast_buffers(module: nn.Module, rule: ShardingRule) -> None:
@@ -140,7 +137,7 @@ def lay_out(module: nn.Module, rule: ShardingRule, groups: Groups) -> Iterator[L
     for key, named in _classes(module, rule):
         source, dtype, trainable, persistent, leaf, _, _ = key
         group = groups.of(named[0][1])
-        policy = policy_for(rule.stage, persistent=persistent).over(group.params.size)
+        policy = policy_for(rule.stage, ranks=group.params.size, persistent=persistent)
         if not trainable and not policy.shard_params:
             yield Laid(named, None, source, dtype, policy, trainable, leaf, group)
             continue
@@ -188,15 +185,15 @@ def build_buckets(
             for name, p in laid.named:
                 claim([p])
                 values = p.data.contiguous().view(-1)
-                _from_rank0(values, group, name)
+                group.holders.broadcast(values, name)
                 p.data = values.view(p.shape).to(dtype)
-                note_frozen(p, name, group.params)
+                note_frozen(p, name, group.holders)
             continue
         params, pool = [p for _, p in laid.named], pools[group.grads.name]
         claim(params)
-        bucket = Bucket(len(buckets), laid.layout, params, dtype, policy, group.params, pool, placement, group.equal)
+        bucket = Bucket(len(buckets), laid.layout, params, dtype, policy, group.holders, pool, placement)
         flat = _flatten(bucket, laid.source, keep=not policy.shard_params and laid.source is dtype)
-        _from_rank0(flat, group, bucket.subject)
+        group.holders.broadcast(flat, bucket.subject)
         if laid.trainable and trains:
             master = _master(bucket, flat)
             if master is not None:
@@ -208,7 +205,7 @@ def build_buckets(
     for name, buffer in module.named_buffers():
         if buffer.numel():
             values = buffer.contiguous().view(-1)
-            _from_rank0(values, groups, name)
+            groups.holders.broadcast(values, name)
             buffer.copy_(values.view(buffer.shape))
     placement.agree(groups.control, "moving values out of memory")
     return Built(buckets, masters, placement, units)
@@ -284,9 +281,3 @@ def _flatten(bucket: Bucket, source: torch.dtype, keep: bool) -> Tensor:
         # The old memory can go now: peak memory is the model and one bucket.
         p.data = flat[spec.offset : spec.end].view(spec.shape)
     return flat
-
-
-def _from_rank0(flat: Tensor, groups: Groups, subject: str) -> None:
-    """Two steps reach every rank: along the replicas of the first shard group's ranks, then inside each shard group."""
-    groups.replicas.broadcast(flat, 0, subject).wait()
-    groups.grads.broadcast(flat, 0, subject).wait()

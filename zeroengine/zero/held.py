@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import hashlib
 import sys
 import time
 import weakref
@@ -19,14 +18,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from zeroengine.comm.alike import differ, odd_ranks
 from zeroengine.comm.protocol import Communicator
 from zeroengine.errors import DivergenceError
 from zeroengine.offload.home import stub
+from zeroengine.zero.edits import digest
 from zeroengine.zero.host import HeapTrimmer, host_memory
-from zeroengine.zero.pool import storage_users
+from zeroengine.zero.pool import is_alone
 from zeroengine.zero.residency import ReleasedParameter, Slot, slot_of
 
-_ALONE = storage_users(torch.empty(1))
 _ONLY_OURS = 2  # references to a parameter that nobody else knows: the list of whole ones, and the argument of getrefcount
 _PATIENCE, _PAUSE = 20, 5e-4  # times, seconds
 
@@ -99,15 +99,13 @@ class HeldParameter:
             self.comm.broadcast(flat, modifier_rank, f"edit of {self.subject}").wait()
             param.copy_(flat.view(param.shape))
             return
-        digest = hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-        table = self.comm.exchange(mine, f"edit of {self.subject}")
-        odd = [self.comm.ranks[r] for r in range(self.comm.size) if table[r, 0] != table[0, 0]]
+        table = self.comm.exchange(torch.tensor([digest(flat)]), f"edit of {self.subject}")
+        odd = odd_ranks(table.flatten().tolist(), self.comm.ranks)
         if odd:
             raise DivergenceError(
                 f"rank {self.comm.ranks[self.comm.rank]}: parameter '{self.subject}' was edited inside GatheredParameters, but "
-                f"not to the same values on all ranks (ranks {odd} differ from rank {self.comm.ranks[0]}); name the rank whose "
-                "edit counts with modifier_rank=..., or make the same edit everywhere"
+                f"not to the same values on all ranks ({differ(odd, self.comm.ranks)}); name the rank whose edit counts with "
+                "modifier_rank=..., or make the same edit everywhere"
             )
 
     def move(self, device: torch.device) -> None:
@@ -180,7 +178,7 @@ class HeldGroup:
         if held.pins:
             return _State.IN_USE
         for _ in range(_PATIENCE):  # the backend's threads let go of what they moved a little late
-            if storage_users(waiting[index]) <= _ALONE:
+            if is_alone(waiting[index]):
                 return _State.IDLE
             time.sleep(_PAUSE)
         return _State.IN_USE

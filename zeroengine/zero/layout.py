@@ -1,6 +1,6 @@
 """Which element of which parameter lies where: buckets, their padding, and every rank's slice.
 
-A bucket is one flat buffer over an ordered list of parameters (same dtype, same optimizer group, same sharding rule),
+A bucket is one flat buffer over an ordered list of parameters (same dtype, same ranks, same sharding rule),
 padded at its end to a multiple of the shard count; rank r of N owns the contiguous slice r. Nothing here touches values.
 """
 

@@ -1,11 +1,11 @@
-"""The table of ZeRO stages: what stays whole between uses. No other file asks which stage it is.
+"""The table of ZeRO stages: what stays whole between uses. No other file decides by the number of a stage what is cut.
 
 Stages as in Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zeroengine.errors import ConfigError
 
@@ -18,11 +18,6 @@ class Policy:
     shard_grads: bool
     shard_state: bool  # masters and optimizer state
 
-    def over(self, ranks: int) -> Policy:
-        """This policy in a shard group of so many ranks. The slice of the only one is the whole: its gradients are added up where they
-        stay, as where they are kept whole, and not in a second buffer."""
-        return self if ranks > 1 else replace(self, shard_grads=False)
-
 
 STAGES: dict[int, Policy] = {
     0: Policy(shard_params=False, shard_grads=False, shard_state=False),
@@ -32,8 +27,10 @@ STAGES: dict[int, Policy] = {
 }
 
 
-def policy_for(stage: int, *, persistent: bool = False) -> Policy:
-    """The row of `stage`; small parameters that stay resident (`persistent`) keep their values whole."""
+def policy_for(stage: int, *, ranks: int | None = None, persistent: bool = False) -> Policy:
+    """The row of `stage`; small parameters that stay resident (`persistent`) keep their values whole. In a shard group of one (`ranks`)
+    the slice is the whole: gradients are added up where they stay, as where they are kept whole, and not in a second buffer."""
     if stage not in STAGES:
         raise ConfigError(f"zero_optimization.stage is {stage}; it must be one of {sorted(STAGES)}")
-    return replace(STAGES[stage], shard_params=False) if persistent else STAGES[stage]
+    row = STAGES[stage]
+    return Policy(row.shard_params and not persistent, row.shard_grads and ranks != 1, row.shard_state)

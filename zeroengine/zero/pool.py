@@ -17,8 +17,12 @@ def storage_users(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-# What `storage_users` answers for a tensor nobody else refers to (the accessor itself counts).
-_ALONE = storage_users(torch.empty(1))
+_ALONE = storage_users(torch.empty(1))  # the accessor itself counts
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Nobody but `tensor` refers to its memory."""
+    return storage_users(tensor) <= _ALONE
 
 
 class BufferPool:
@@ -46,7 +50,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         """`buffer` must be the caller's last reference but the argument itself."""
-        if buffer.device.type != "cpu" or storage_users(buffer) > _ALONE:
+        if buffer.device.type != "cpu" or not is_alone(buffer):
             return
         capacity = buffer.untyped_storage().nbytes()
         free = self._free[capacity]
