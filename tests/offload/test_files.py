@@ -295,16 +295,16 @@ def test_which_buckets_leave_the_device() -> None:
         assert not any(placement.on_host(i) for i in range(8))  # the device is the host
 
 
-<<<<<<< HEAD
 def test_activations_go_where_each_call_wants_them(tmp_path: Path) -> None:
     placement = Placement.on_device(torch.device("cpu"))
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    stores = [placement.activation_store(base, count) for base, count in ((one, 2), (two, 2), (one, 3), (one, 2))]
+    stores = [placement.activation_store(base, count, True) for base, count in ((one, 2), (two, 2), (one, 3), (one, 2))]
     assert [(s.folder.asked, s.buffers.count) for s in stores] == [(one, 2), (two, 2), (one, 3), (one, 2)]
     assert stores[3] is stores[0] and len(placement.stores) == 3
     placement.close()
     assert not any(list(Path(base).iterdir()) for base in (one, two))
-=======
+
+
 @pytest.mark.parametrize(
     ("stage", "state", "values", "link", "made"),
     [
@@ -337,7 +337,6 @@ def test_each_section_decides_what_is_page_locked_for_it(
         found[name] = bool(locked)
     placement.close()
     assert (placement.link._pin, found) == (link, made)
->>>>>>> h-rest
 
 
 def test_limits_of_a_control_group(tmp_path: Path) -> None:

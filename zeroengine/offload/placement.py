@@ -112,16 +112,10 @@ class Placement(Places):
 
         with self.faults.kept():
             if self.state_rule.tier == "nvme":
-<<<<<<< HEAD
-                self._stores["optimizer"] = self._new_store("optimizer", self.state_rule, self._host_memory)
+                self._stores["optimizer"] = self._new_store("optimizer", self.state_rule)
             if self.values_rule.tier == "nvme":
-                allocate = shared if self.device.type == "cpu" else self._host_memory
+                allocate = shared if self.device.type == "cpu" else None
                 self._stores["params"] = self._new_store("params", self.values_rule, allocate)
-=======
-                self._open("optimizer", self.state_rule)
-            if self.values_rule.tier == "nvme":
-                self._open("params", self.values_rule, shared if self.device.type == "cpu" else None)
->>>>>>> h-rest
         self.agree(control, "making files for offloaded state")
 
     # --- values of sharded parameters -----------------------------------------------------------------------------
@@ -255,25 +249,13 @@ class Placement(Places):
         if io is not None:
             io.close()
 
-<<<<<<< HEAD
-    def _host_memory(self, nbytes: int) -> Tensor:
-        pin = self.state_rule.pin and self.device.type != "cpu"
-        return pinned_bytes(nbytes) if pin else disk_bytes(nbytes)
-
-    def activation_store(self, base: str, buffers: int) -> DiskStore:
+    def activation_store(self, base: str, buffers: int, pin: bool) -> DiskStore:
         """The file below `base`, behind so many buffers, of activations that wait for backward. Raises OffloadError."""
         name = f"activations.{buffers}"
         key = f"{name} in {base}"
         if key not in self._stores:
-            self._stores[key] = self._new_store(name, OffloadRule("nvme", base, self.state_rule.pin, buffers), self._host_memory)
+            self._stores[key] = self._new_store(name, OffloadRule("nvme", base, pin, buffers))
         return self._stores[key]
-=======
-    def activation_store(self, base: str, buffers: int, pin: bool) -> DiskStore:
-        """The file of activations that wait for backward. Raises OffloadError."""
-        if "activations" not in self._stores:
-            self._open("activations", OffloadRule("nvme", base, pin, buffers))
-        return self._stores["activations"]
->>>>>>> h-rest
 
     def io(self) -> FileIO:
         """The threads that read and write files."""
@@ -285,14 +267,9 @@ class Placement(Places):
         """A folder of this process below `base`. Raises OffloadError."""
         return RankFolder(base, self._rank)
 
-<<<<<<< HEAD
-    def _new_store(self, name: str, rule: OffloadRule, allocate: Allocate) -> DiskStore:
-        return DiskStore(
-=======
-    def _open(self, name: str, rule: OffloadRule, allocate: Allocate | None = None) -> None:
+    def _new_store(self, name: str, rule: OffloadRule, allocate: Allocate | None = None) -> DiskStore:
         allocate = allocate or (pinned_bytes if rule.pin and self.device.type != "cpu" else disk_bytes)
-        self._stores[name] = DiskStore(
->>>>>>> h-rest
+        return DiskStore(
             self._folder(rule.folder or ""), f"{name}.bin", self.io(), Buffers(rule.buffers, allocate),
             read_ahead=rule.read_ahead, write_behind=rule.write_behind,
         )  # fmt: skip
