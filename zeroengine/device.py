@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,8 +11,6 @@ import torch
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 """Types of weights and gradients by the names that configurations and commands have for them."""
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def local_device() -> torch.device:
@@ -29,17 +26,3 @@ def local_device() -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0")) % max(torch.accelerator.device_count(), 1)
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
-
-
-def keep_freed_memory(device: torch.device) -> None:
-    """Lets this process keep what the steps free, where they compute in host memory.
-
-    glibc's malloc returns large blocks to the system as soon as they are free, and takes them again with a page fault for every
-    4 KiB: activations and gradients of each step. The peak stays what it is. Other allocators, and thresholds that the environment
-    gives (mallopt(3)), are left alone.
-    """
-    told = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"} & os.environ.keys()
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" and os.name == "posix" and not told else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes everywhere
-        mallopt(_M_TRIM_THRESHOLD, 1 << 30)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from zeroengine.comm import Fabric, init_distributed
 from zeroengine.config import Config, resolve_batch
-from zeroengine.device import keep_freed_memory, local_device
+from zeroengine.device import local_device
 from zeroengine.engine.data import EngineLoader, build_loader
 from zeroengine.engine.engine import ZeroEngine, take_apart
 from zeroengine.engine.experts import groups_of, spread_experts
@@ -34,6 +34,7 @@ from zeroengine.optim.schedules import build_scheduler
 from zeroengine.pipeline.module import PipelineModule
 from zeroengine.zero.build import check_free
 from zeroengine.zero.held import to_device
+from zeroengine.zero.host import keep_freed_memory
 from zeroengine.zero.policy import policy_for
 from zeroengine.zero.tensor import whole_shape
 

@@ -1,8 +1,9 @@
-"""Host memory that goes back to the system as soon as it is free."""
+"""What goes back to the system of the host memory that is freed, and what this process keeps."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from zeroengine.offload.buffers import host_bytes
 
 _OWN_PAGES = 1 << 16  # bytes from which memory is mapped and not taken from the heap
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def host_memory(numel: int, dtype: torch.dtype) -> Tensor:
@@ -40,3 +42,17 @@ class HeapTrimmer:
         self._freed = 0
         if self._trim is not None:
             self._trim(0)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """Lets this process keep what the steps free, where they compute in host memory.
+
+    glibc's malloc returns large blocks to the system as soon as they are free, and takes them again with a page fault for every
+    4 KiB: activations and gradients of each step. The peak stays what it is. Other allocators, and thresholds that the environment
+    gives (mallopt(3)), are left alone.
+    """
+    told = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"} & os.environ.keys()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" and os.name == "posix" and not told else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes everywhere
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
