@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks import harness, memory
 from benchmarks.errors import Unavailable, WorkerFailed
@@ -67,11 +69,14 @@ class TrainerJob:
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
             args = self._arguments(folder)
+            if self._system == "fsdp2":
+                _let_accelerate_shard_on_cpus()
             model = LlamaForCausalLM(config)
             parameters = sum(p.numel() for p in model.parameters())
             data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 4096, (self._steps * self._micro * 2, length))]
             trainer = Trainer(model, args, train_dataset=data, callbacks=[clock.callback()])
             trainer.train()
+            _check_is(self._system, trainer.model_wrapped)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return {
             "step": statistics.median(clock.steps[_WARM:]),
@@ -100,6 +105,22 @@ class TrainerJob:
             folder, per_device_train_batch_size=self._micro, max_steps=self._steps, logging_steps=self._steps, save_strategy="no",
             report_to=[], disable_tqdm=True, dataloader_pin_memory=False, seed=1, **how,
         )  # fmt: skip
+
+
+def _let_accelerate_shard_on_cpus() -> None:
+    """accelerate takes FSDP's section for accelerators only, and wraps the model of CPU ranks in DistributedDataParallel without a word."""
+    from accelerate.state import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _check_is(system: str, model: nn.Module) -> None:
+    """Raises `Unavailable` if something else than `system` trained."""
+    found = type(model).__name__
+    sharded = sum(isinstance(p, DTensor) for p in model.parameters())
+    wanted = {"ddp": found == "DistributedDataParallel", "fsdp2": sharded == len(list(model.parameters()))}
+    if not wanted.get(system, found in ("DeepSpeedEngine", "ZeroEngine")):
+        raise Unavailable(f"{system}: the Trainer used {found} with {sharded} sharded parameters")
 
 
 class Clock:
