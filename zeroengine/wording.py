@@ -1,4 +1,4 @@
-"""Words: of messages (lists that are cut off, the name that was meant, the line of an error that tells), sizes and counts as written."""
+"""Words: of messages (lists that are cut off, the name that was meant, the line of an error that tells), sizes as written."""
 
 from __future__ import annotations
 

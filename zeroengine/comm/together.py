@@ -1,4 +1,4 @@
-"""Work and values of all ranks of a group."""
+"""Work and values of all ranks of a group, and steps that all of them take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from zeroengine import errors
 from zeroengine.comm.protocol import Communicator
 from zeroengine.comm.texts import exchange_bytes
-from zeroengine.errors import ConfigError, ZeroEngineError
+from zeroengine.errors import ConfigError, DivergenceError, RankError, ZeroEngineError
 
 T = TypeVar("T")
 
@@ -38,3 +38,18 @@ def together(control: Communicator, doing: str, work: Callable[[], T], undo: Cal
     if error is None and undo is not None:
         undo(made)
     raise getattr(errors, first[0])(first[1]) from cause
+
+
+def in_turn(*steps: Callable[[], object]) -> None:
+    """Runs all `steps`, also after one that fails, and raises the first error then. Where a rank is gone, no other follows: they
+    would wait for it."""
+    first: Exception | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            first = first or error
+            if isinstance(error, RankError) and not isinstance(error, DivergenceError):
+                break
+    if first is not None:
+        raise first

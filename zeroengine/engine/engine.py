@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from zeroengine.comm.together import in_turn
 from zeroengine.config import BatchSizes, Config
 from zeroengine.engine.checkpointing import CheckpointMethods
 from zeroengine.engine.data import EngineLoader
 from zeroengine.engine.experts import ExpertParallel
 from zeroengine.engine.loops import LoopMethods, TokenByToken
-from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype, in_turn
+from zeroengine.engine.mechanism import Mechanism, autocast, compute_dtype
 from zeroengine.engine.names import ScriptMethods
 from zeroengine.engine.observers import explain_exhaustion
 from zeroengine.engine.parallel import check_replicas
@@ -354,7 +355,6 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
         self._destroyed = True
         in_turn(
             self._end_background_saves,
-            *(partial(self.watch.remove, observer) for observer in reversed(self.watch.observers)),
             self.watch.close,
             self.reload_states,
             self._begin_hook.remove,

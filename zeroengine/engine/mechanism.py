@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from zeroengine.comm.alike import are_alike, first_difference
 from zeroengine.comm.protocol import Communicator
+from zeroengine.comm.together import in_turn
 from zeroengine.config import Config
 from zeroengine.device import DTYPES
-from zeroengine.errors import DivergenceError, RankError
+from zeroengine.errors import DivergenceError
 from zeroengine.offload.placement import FileRule, OffloadRule, Placement
 from zeroengine.optim.build import OptimizerFactory, ParamGroups
 from zeroengine.optim.layers import step_over_layers
@@ -70,21 +71,6 @@ class Mechanism:
             self.reducer.forget, self.reducer.remove, self.sharder.remove, *(handle.remove for handle in self.handles),
             *(pool.clear for pool in self.pools), self.placement.close,
         )  # fmt: skip
-
-
-def in_turn(*steps: Callable[[], object]) -> None:
-    """Runs all `steps`, also after one that fails, and raises the first error then. Where a rank is gone, no other follows: they
-    would wait for it."""
-    first: Exception | None = None
-    for step in steps:
-        try:
-            step()
-        except Exception as error:
-            first = first or error
-            if isinstance(error, RankError) and not isinstance(error, DivergenceError):
-                break
-    if first is not None:
-        raise first
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 
 import torch
 
 from zeroengine.comm.fabric import Fabric
 from zeroengine.comm.listening import Listener
+from zeroengine.comm.together import in_turn
 from zeroengine.moe.statistics import LayerStatistics
 
 MICRO_BATCH = ("forward", "backward")
@@ -104,10 +105,9 @@ class Watch:
         observer.close()
 
     def close(self) -> None:
-        """Removes all observers, the last first, and lets go of the engine."""
-        for observer in reversed(self.observers):
-            self.remove(observer)
+        """Removes all observers, the last first, also after one that fails, and lets go of the engine."""
         self._explain = _nothing
+        in_turn(*(partial(self.remove, observer) for observer in reversed(self.observers)))
 
     def phase(self, name: str, detail: str = "") -> Phase:
         """A context in which the engine does `name`. A phase inside another (a forward that backward runs again) is part of it."""

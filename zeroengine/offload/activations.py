@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroengine.offload.buffers import host_bytes, pinned_bytes
+from zeroengine.offload.buffers import pinned_bytes
 from zeroengine.offload.home import at_hand
 from zeroengine.offload.record import Record
 from zeroengine.offload.saved import SavedOther
@@ -35,7 +35,7 @@ class OnHost:
 
     def __init__(self, tensor: Tensor, pin: bool) -> None:
         self._device = tensor.device
-        memory = pinned_bytes(tensor.nbytes) if pin else host_bytes(tensor.nbytes)
+        memory = pinned_bytes(tensor.nbytes) if pin else torch.empty(tensor.nbytes, dtype=torch.uint8)
         self._copy = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._copy.copy_(tensor.detach(), non_blocking=pin)
 

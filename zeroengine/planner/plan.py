@@ -228,5 +228,7 @@ def _add_ties(sent: dict[str, float], rank: PaperRank, facts: list[BucketFacts])
         if place not in ranks or len(ranks) < 2:
             continue
         mine = [b for b in facts if b.rule is not None and any(s.name in tie.names for s in b.layout.specs)]
-        size = sum((b.layout.shard_numel if b.policy.shard_state else b.layout.padded) * b.rule.accumulate.itemsize for b in mine if b.rule)
-        sent["pipeline.send"] = sent.get("pipeline.send", 0.0) + size * (len(ranks) - 1 if place == ranks[0] else 1)
+        nbytes = sum(
+            (b.layout.shard_numel if b.policy.shard_state else b.layout.padded) * b.rule.accumulate.itemsize for b in mine if b.rule
+        )
+        sent["pipeline.send"] = sent.get("pipeline.send", 0.0) + nbytes * (len(ranks) - 1 if place == ranks[0] else 1)
