@@ -19,7 +19,8 @@ from zeroengine.zero.window import GatherWindow
 @dataclass(frozen=True)
 class BucketFacts:
     """One bucket on one rank. `rank`: its index in the shard group; `rule`: how gradients are combined, None where there are
-    none; `kind`: name of the communicator that gathers it; `apart`: its update is made on the host, away from its values."""
+    none; `accumulation`: micro-batches of a step; `kind`: name of the communicator that gathers it; `apart`: its update is made on the
+    host, away from its values."""
 
     layout: BucketLayout
     dtype: torch.dtype
@@ -27,6 +28,7 @@ class BucketFacts:
     rank: int
     replicas: int
     rule: GradientRule | None
+    accumulation: int
     kind: str = "params"
     values_in_memory: bool = True
     state_in_memory: bool = True
@@ -44,11 +46,16 @@ class BucketFacts:
         return self.dtype.itemsize * (self.layout.shard_numel if self.policy.shard_params else self.layout.padded)
 
     @property
+    def sliced_gradients(self) -> bool:
+        """A rank has its slice of the gradients only, once they are reduced: they are reduced one micro-batch at a time."""
+        return self.policy.shard_grads or (self.policy.shard_state and self.accumulation == 1 and self.ranks > 1)
+
+    @property
     def gradients(self) -> int:
-        """Bytes of the gradients at rest."""
+        """Bytes of the gradients when a step's backward is over."""
         if self.rule is None:
             return 0
-        return self.rule.accumulate.itemsize * (self.layout.shard_numel if self.policy.shard_grads else self.layout.padded)
+        return self.rule.accumulate.itemsize * (self.layout.shard_numel if self.sliced_gradients else self.layout.padded)
 
     def state(self, moments: int) -> tuple[int, list[int]]:
         """Bytes of the master, and of the optimizer's tensors for each part of a parameter."""
@@ -59,8 +66,8 @@ class BucketFacts:
 
 
 def at_rest(facts: Sequence[BucketFacts], moments: int, loose: int, value_buffers: int = 0, state_buffers: int = 0) -> dict[str, int]:
-    """Bytes by kind between steps. `moments`: tensors of a parameter's size that the optimizer keeps; `loose`: bytes of parameters
-    in no bucket; `value_buffers`, `state_buffers`: host buffers for what lives on a disk."""
+    """Bytes by kind when a step's gradients are reduced. `moments`: tensors of a parameter's size that the optimizer keeps;
+    `loose`: bytes of parameters in no bucket; `value_buffers`, `state_buffers`: host buffers for what lives on a disk."""
     parameters, disk, gradients, optimizer = loose, 0, 0, 0
     values, state = [], []  # bytes of the records on disk
     for bucket in facts:
@@ -82,9 +89,9 @@ def at_rest(facts: Sequence[BucketFacts], moments: int, loose: int, value_buffer
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "disk": disk, "staging": staging}
 
 
-def of_step(facts: Sequence[BucketFacts], accumulation: int) -> dict[str, int]:
-    """Bytes of parameters and gradients that a rank sends in a step of `accumulation` micro-batches, by "communicator.operation".
-    A micro-batch gathers sharded values once in forward and once in backward. Rajbhandari et al. (2020), section 7."""
+def of_step(facts: Sequence[BucketFacts]) -> dict[str, int]:
+    """Bytes of parameters and gradients that a rank sends in a step, by "communicator.operation". A micro-batch gathers sharded
+    values once in forward and once in backward. Rajbhandari et al. (2020), section 7."""
     sent: dict[str, int] = {}
 
     def count(name: str, elements: int, itemsize: int, ranks: int, times: int = 1) -> None:
@@ -93,11 +100,11 @@ def of_step(facts: Sequence[BucketFacts], accumulation: int) -> dict[str, int]:
     for b in facts:
         grads = b.kind.replace("params", "grads")
         if b.policy.shard_params:
-            count(f"{b.kind}.all_gather", b.layout.padded, b.dtype.itemsize, b.ranks, 2 * accumulation)
+            count(f"{b.kind}.all_gather", b.layout.padded, b.dtype.itemsize, b.ranks, 2 * b.accumulation)
         if b.rule is None:
             continue
         sums = b.rule.accumulate.itemsize
-        rounds = accumulation if b.policy.shard_grads else 1
+        rounds = b.accumulation if b.policy.shard_grads else 1
         count(f"{grads}.reduce_scatter", b.layout.padded, b.rule.wire.itemsize, b.ranks, rounds)
         on_each = -(-b.layout.shard_numel // b.replicas) * b.replicas  # padded to equal parts
         count("replicas.all_reduce", on_each, sums, b.replicas, 2 * rounds)
@@ -131,7 +138,7 @@ def gathered_peak(facts: Sequence[BucketFacts], zero: ZeroSection) -> int:
 
 def travelling(facts: Sequence[BucketFacts]) -> int:
     """Whole gradients of buckets that are being added up and reduced at one time, where they are not kept whole anyway."""
-    sizes = sorted((b.layout.padded * b.rule.accumulate.itemsize for b in facts if b.rule and b.policy.shard_grads), reverse=True)
+    sizes = sorted((b.layout.padded * b.rule.accumulate.itemsize for b in facts if b.rule and b.sliced_gradients), reverse=True)
     return sum(sizes[: IN_FLIGHT + 2])  # those in flight, the one that was launched, the one that is filled
 
 

@@ -148,7 +148,7 @@ def _initialize(
         if source is not None:
             tensor = mesh.tensor_control if layers is not None else None
             zero_optimizer = attach_optimizer(mechanism, source, groups, settings, tensor)
-            check_memory(model, mechanism)
+            check_memory(model, mechanism, batch.accumulation)
         scheduler = _scheduler(lr_scheduler, zero_optimizer, settings)
         loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
         engine = ZeroEngine(model, settings, batch, mesh, owns_mesh, mechanism, scheduler, loader, sequences, layers, experts)

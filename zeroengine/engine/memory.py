@@ -15,13 +15,14 @@ from zeroengine.offload.limits import free_memory, hard_limits, too_much
 _MIB = 1 << 20
 
 
-def check_memory(module: nn.Module, mechanism: Mechanism) -> None:
-    """Compares what gradients and optimizer will take at rest, beyond what they have already, with what this process may take.
-    Raises `ConfigError` on all ranks if a limit that is set on one does not allow it; a machine that has not so much free now is
-    a warning. Collective. On an accelerator nothing is compared: its own allocator says what it lacks."""
+def check_memory(module: nn.Module, mechanism: Mechanism, accumulation: int) -> None:
+    """Compares what gradients and optimizer will take in a step of `accumulation` micro-batches, beyond what they have already,
+    with what this process may take. Raises `ConfigError` on all ranks if a limit that is set on one does not allow it; a machine
+    that has not so much free now is a warning. Collective. On an accelerator nothing is compared: its own allocator says what it
+    lacks."""
     if any(b.device.type != "cpu" for b in mechanism.buckets):
         return
-    planned, held = planned_memory(module, mechanism), measured_memory(module, mechanism)
+    planned, held = planned_memory(module, mechanism, accumulation), measured_memory(module, mechanism)
     missing = sum(max(planned[kind] - held[kind], 0) for kind in ("gradients", "optimizer", "staging"))
     what = ", ".join(f"{kind} {planned[kind] / _MIB:.0f} MiB" for kind in ("gradients", "optimizer") if planned[kind])
     room = too_much(missing, hard_limits())

@@ -77,8 +77,6 @@ class OffloadMethods:
         if any(kind in kinds for kind in _GRADIENTS):
             for g in mechanism.gradients:
                 g.free()
-            for master in mechanism.optimizer.masters if mechanism.optimizer is not None else []:
-                master.forget_gradients()
         _hide_values(mechanism, parked)
         placement.faults.agree(
             placement.everyone or mechanism.groups.control, "offload_states", "Call engine.reload_states() to go on without"

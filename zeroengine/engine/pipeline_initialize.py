@@ -98,7 +98,7 @@ def initialize_pipeline(
         experts = spread_experts(module, settings, mesh, members, stage=True, layers=layers, sequences=sequences)
         mechanism = build_stages(module, settings, members, ties, mesh.everyone, trains=trains)
         if source is not None:
-            zero_optimizer = _attach(module, mechanism, source, groups, settings, mesh, ties, comms)
+            zero_optimizer = _attach(module, mechanism, source, groups, settings, mesh, ties, comms, batch.accumulation)
         scheduler = scheduler_builder(lr_scheduler, zero_optimizer, settings)
         loader = build_loader(training_data, batch.micro, mesh, collate_fn, settings)
     except Exception:
@@ -120,12 +120,13 @@ def initialize_pipeline(
 
 
 def _attach(
-    module: PipelineModule, mechanism: Mechanism, source: Any, groups: Any, settings: Config, mesh: Mesh, ties: Ties, comms: StageComms
-) -> ZeroOptimizer:
+    module: PipelineModule, mechanism: Mechanism, source: Any, groups: Any, settings: Config, mesh: Mesh, ties: Ties, comms: StageComms,
+    accumulation: int,
+) -> ZeroOptimizer:  # fmt: skip
     """The sharded update, with a norm and a reason to skip that all stages share."""
     optimizer = attach_optimizer(mechanism, source, groups, settings)
     shares = mesh.degrees.tp > 1
     together(mesh.everyone, "the optimizer of the stages", lambda: check_elementwise(optimizer) if shares else None)
-    check_memory(module, mechanism)
+    check_memory(module, mechanism, accumulation)
     optimizer.norm_rule = AcrossStages(ties, mechanism.groups, comms.control, mesh.tensor_control if shares else None)
     return optimizer

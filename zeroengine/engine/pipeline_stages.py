@@ -132,8 +132,13 @@ class Ties:
 class TiedReducer(Reducer):
     """Reduces a tied weight at the end of the step only: several stages add to it, at their own times."""
 
+    single = False  # a step has one micro-batch
+
     def _may_launch(self, g: BucketGradients) -> bool:
         return self.synchronize
+
+    def _is_last(self) -> bool:
+        return self.single
 
 
 class StageReducers:
@@ -148,6 +153,7 @@ class StageReducers:
         self._ties = ties
         self._control = control
         self._scale = 1.0  # as each part's own
+        self._begun = False
 
     @property
     def scale(self) -> float:
@@ -164,6 +170,11 @@ class StageReducers:
         return any(r.unfinished for r in self.parts.values())
 
     def before_gradients(self, part: str, last: bool) -> None:
+        if not self._begun:  # the first micro-batch of the step
+            self._begun = True
+            for reducer in self.parts.values():
+                if isinstance(reducer, TiedReducer):
+                    reducer.single = last
         if part in self.parts:
             self.parts[part].synchronize = last
 
@@ -183,14 +194,11 @@ class StageReducers:
 
     def finish(self, marks: Sequence[int] = ()) -> tuple[frozenset[str], list[int]]:
         used: set[str] = set()
-        for name, reducer in self.parts.items():
+        for reducer in self.parts.values():
             if isinstance(reducer, TiedReducer):
                 reducer.mark_backward()
             used |= reducer.finish()[0]
-            if isinstance(reducer, TiedReducer):
-                reducer.synchronize = False
-            else:
-                self.before_gradients(name, last=False)
+            reducer.synchronize = False
         for tie, ranks in self._ties.mine:
             for g in self.parts[f"tied.{tie.key}"].gradients if f"tied.{tie.key}" in self.parts else []:
                 self._ties.sum(tie, ranks, g.updated.view(-1), g.bucket.subject)
@@ -208,6 +216,7 @@ class StageReducers:
             reducer.forget()
 
     def clear(self) -> None:
+        self._begun = False
         for reducer in self.parts.values():
             reducer.clear()
 

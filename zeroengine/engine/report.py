@@ -14,7 +14,8 @@ from zeroengine.zero.residency import slot_of
 
 
 def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
-    """Bytes that this rank holds now, by kind: parameters (values at rest), gradients, optimizer (masters and state),
+    """Bytes that this rank holds now, by kind: parameters (values at rest), gradients (between steps those of the last one, whose
+    memory serves other tensors of the next meanwhile), optimizer (masters and state),
     working (gathered values, buffers in the pools), buffers (the model's), disk (parameters, masters and state in files, which
     are not in the kinds before), staging (host buffers between files and the rest, and between host and accelerator), and
     host (what `offload_states` moved off an accelerator)."""
@@ -41,22 +42,22 @@ def measured_memory(module: nn.Module, mechanism: Mechanism) -> dict[str, int]:
     return found
 
 
-def planned_memory(module: nn.Module, mechanism: Mechanism, kept: int | None = None) -> dict[str, int]:
-    """Bytes at rest after a step that the layout predicts, for the kinds that live on. `kept`: tensors of a parameter's size that the
-    optimizer will keep, where there is none yet."""
+def planned_memory(module: nn.Module, mechanism: Mechanism, accumulation: int, kept: int | None = None) -> dict[str, int]:
+    """Bytes that the layout predicts for a step of `accumulation` micro-batches whose gradients are reduced. `kept`: tensors of a
+    parameter's size that the optimizer will keep, where there is none yet."""
     moments = _moments(mechanism) if kept is None else kept
-    return at_rest(bucket_facts(mechanism), moments, _loose(module), *_buffers(mechanism))
+    return at_rest(bucket_facts(mechanism, accumulation), moments, _loose(module), *_buffers(mechanism))
 
 
-def planned_in_step(module: nn.Module, mechanism: Mechanism, zero: ZeroSection) -> dict[str, int]:
+def planned_in_step(module: nn.Module, mechanism: Mechanism, accumulation: int, zero: ZeroSection) -> dict[str, int]:
     """The same, and the most of gathered values and gradients on their way within a step, as `working`."""
-    facts = bucket_facts(mechanism)
-    return {**planned_memory(module, mechanism), "working": gathered_peak(facts, zero) + travelling(facts)}
+    facts = bucket_facts(mechanism, accumulation)
+    return {**planned_memory(module, mechanism, accumulation), "working": gathered_peak(facts, zero) + travelling(facts)}
 
 
-def planned_at_stages(module: nn.Module, mechanism: Mechanism, zero: ZeroSection) -> dict[int, dict[str, int]]:
+def planned_at_stages(module: nn.Module, mechanism: Mechanism, accumulation: int, zero: ZeroSection) -> dict[int, dict[str, int]]:
     """The same at each stage above this one."""
-    facts, kept, loose = bucket_facts(mechanism), _moments(mechanism), _loose(module)
+    facts, kept, loose = bucket_facts(mechanism, accumulation), _moments(mechanism), _loose(module)
     return {stage: at_stage(facts, stage, kept, loose, zero, *_buffers(mechanism)) for stage in STAGES if stage > zero.stage}
 
 
@@ -74,14 +75,14 @@ def _moments(mechanism: Mechanism) -> int:
     return kept_by(mechanism.optimizer.optimizer) if mechanism.optimizer is not None else 0
 
 
-def bucket_facts(mechanism: Mechanism) -> list[BucketFacts]:
+def bucket_facts(mechanism: Mechanism, accumulation: int) -> list[BucketFacts]:
     """What memory and traffic of the buckets follow from."""
     rules = {g.bucket.index: g.rule for g in mechanism.gradients}
     placement = mechanism.placement
     return [
         BucketFacts(
             layout=b.layout, dtype=b.dtype, policy=b.policy, rank=b.comm.rank, replicas=mechanism.groups.replicas.size,
-            rule=rules.get(b.index), kind=b.comm.name, values_in_memory=b.home.in_memory,
+            rule=rules.get(b.index), accumulation=accumulation, kind=b.comm.name, values_in_memory=b.home.in_memory,
             state_in_memory=placement.state(b.index).in_memory,
             apart=placement.on_host(b.index) and not (b.policy.shard_params and placement.values_on_host),
         )
@@ -108,7 +109,7 @@ def planned_traffic(mechanism: Mechanism, accumulation: int) -> dict[str, int]:
     """Bytes of parameters and gradients that this rank sends in one step of `accumulation` micro-batches, by
     "group.operation". Each micro-batch reads every bucket's values once in forward and once in backward: Rajbhandari et al.
     (2020), section 7."""
-    return of_step(bucket_facts(mechanism), accumulation)
+    return of_step(bucket_facts(mechanism, accumulation))
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

@@ -70,7 +70,7 @@ class ReportMethods:
 
     def planned_memory(self) -> dict[str, int]:
         """Bytes by kind at rest that the layout predicts."""
-        return report.planned_memory(self.module, self.mechanism)
+        return report.planned_memory(self.module, self.mechanism, self.batch.accumulation)
 
     def traffic(self) -> dict[str, int]:
         """Bytes sent by this rank since `reset_traffic`."""

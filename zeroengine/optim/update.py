@@ -57,8 +57,6 @@ class FlatMaster:
         self.home: Home = bucket.placement.state(bucket.index)
         self._published = self._fingerprint()
         self.parts: dict[int, list[Part]] = {}
-        self._reduced: list[Tensor] = []  # views into `gradients.updated` for `_flat_parts`, while it lies where it lay
-        self._reduced_at = 0
         self.apart: frozenset[int] = frozenset()
         for index, start, end, at in self._ranges(cut):
             spec = bucket.layout.specs[index]
@@ -106,7 +104,6 @@ class FlatMaster:
     def widen(self, indices: frozenset[int]) -> None:
         """From now on the optimizer sees the parameters of these indices in their own shape: here where this rank updates
         everything, else they are `apart`. It must not know parts of them yet."""
-        self._reduced_at = 0
         if self.bucket.policy.shard_state:
             self.apart |= indices
             return
@@ -120,16 +117,12 @@ class FlatMaster:
     def _flat_parts(self, used: frozenset[str], copied: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
         """The parts that are updated here and have a gradient in this step, with it: its view in the reduced gradients, or in
         the copy `copied` of them."""
-        parts = [part for index, of in self.parts.items() if index not in self.apart for part in of]
         reduced = self.gradients.updated if copied is None else copied
-        views = self._reduced
-        if copied is not None or self._reduced_at != reduced.data_ptr():
-            views = [reduced[part.at : part.at + part.view.numel()].view(part.view.shape) for part in parts]
-        if copied is None:
-            self._reduced, self._reduced_at = views, reduced.data_ptr()
-        for part, grad in zip(parts, views, strict=True):
-            if part.name in used:
-                yield part, grad
+        for index, parts in self.parts.items():
+            for part in parts if index not in self.apart else ():
+                if part.name in used:
+                    grad = reduced[part.at : part.at + part.view.numel()]
+                    yield part, grad if part.view.dim() == 1 else grad.view(part.view.shape)
 
     def link(self, used: frozenset[str], reduced: Tensor | None = None) -> None:
         """Points `.grad` of the parts at the reduced gradients; parts of unused parameters have none, as in torch."""
@@ -142,10 +135,6 @@ class FlatMaster:
             grads[part.view] = grad
             if self.separate and self._values.device == self.flat.device:
                 copies[part.view] = self._values[part.at : part.at + grad.numel()].view(grad.shape)
-
-    def forget_gradients(self) -> None:
-        """Lets go of the memory of the gradients, which was given up."""
-        self._reduced, self._reduced_at = [], 0
 
     def views(self) -> list[nn.Parameter]:
         """What the optimizer knows the flat parts by."""

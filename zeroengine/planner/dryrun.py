@@ -68,7 +68,7 @@ def build_rank(source: ModelSource, job: Job, layout: Layout, place: int) -> Bui
         fabric = Fabric("cpu")
         mesh = build_mesh(fabric, **mesh_degrees(settings, job.ranks, layout.pp).sizes(), ep=settings.mesh.ep)
         mechanism = _mechanism(source, settings, mesh, layout, place)
-        memory = planned_memory(mechanism.sharder.module, mechanism, moments_of(settings.optimizer))
+        memory = planned_memory(mechanism.sharder.module, mechanism, layout.accumulation(job), moments_of(settings.optimizer))
         elements = sum(b.layout.numel for b in mechanism.buckets)
         fabric.close()
     return Built(place, rank, len(mechanism.buckets), elements, memory, time.monotonic() - start)

@@ -109,10 +109,7 @@ class Planner:
         )
         moments = moments_of(settings.optimizer)
         running = timeline.duration if timeline is not None else accumulation * sum(times[0])
-        exposed = max(
-            exposed_time(*_data_traffic(r, accumulation), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep)
-            for r in found
-        )
+        exposed = max(exposed_time(*_data_traffic(r), mesh.degrees, job.hardware, _backward(times, r, timeline), layout.ep) for r in found)
         update = max(update_time(r.facts, moments, job.hardware) for r in found)
         time = StepTime(running, accumulation * inside, timeline.bubble if timeline is not None else 0.0, exposed, update)
         made = Plan(layout, accumulation, mesh.degrees, found, time, timeline)
@@ -142,7 +139,7 @@ class Planner:
 
     def _facts(self, rank: PaperRank, layout: Layout, settings: Config) -> tuple[list[BucketFacts], int]:
         mesh, _ = paper_mesh(settings, self.job.ranks, rank.rank, layout.pp)
-        return rank.facts(torch.device(self.job.hardware.device), settings, mesh)
+        return rank.facts(torch.device(self.job.hardware.device), layout.accumulation(self.job), settings, mesh)
 
     def _rank_plan(
         self, rank: PaperRank, facts: list[BucketFacts], loose: int, settings: Config, accumulation: int,
@@ -157,7 +154,7 @@ class Planner:
             activations, passing = pipeline_activations(timeline, chain, place)
         buffers = float(sum(b.nbytes for b in rank.module.buffers()))
         memory = rank_memory(facts, loose, moments, settings, activations, passing, buffers, hardware.reserved)
-        sent: dict[str, float] = dict(of_step(facts, accumulation))
+        sent: dict[str, float] = dict(of_step(facts))
         for p in _own(passes, timeline, place):
             for name, nbytes in p.counted.sent.items():
                 sent[name] = sent.get(name, 0.0) + accumulation * nbytes
@@ -182,10 +179,10 @@ class Planner:
         return None
 
 
-def _data_traffic(rank: RankPlan, accumulation: int) -> tuple[dict[str, float], dict[str, float]]:
+def _data_traffic(rank: RankPlan) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes and calls of the collectives of buckets."""
-    sent: dict[str, float] = dict(of_step(rank.facts, accumulation))
-    times = accumulation if any(b.policy.shard_grads for b in rank.facts) else 1
+    sent: dict[str, float] = dict(of_step(rank.facts))
+    times = max((b.accumulation for b in rank.facts if b.policy.shard_grads), default=1)
     return sent, {name: float(len(rank.facts) * times) for name in sent}
 
 

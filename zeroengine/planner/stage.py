@@ -61,9 +61,11 @@ class PaperRank:
     sequences: SharedSequences | None = None
     sharing: StageSharing | None = None
 
-    def facts(self, device: torch.device, settings: Config | None = None, mesh: Mesh | None = None) -> tuple[list[BucketFacts], int]:
-        """The buckets as the engine would build them on `device`, and the bytes of parameters in none. `settings` and `mesh`: others
-        that share layers, experts and stages in the same way."""
+    def facts(
+        self, device: torch.device, accumulation: int, settings: Config | None = None, mesh: Mesh | None = None
+    ) -> tuple[list[BucketFacts], int]:  # fmt: skip
+        """The buckets as the engine would build them on `device` for steps of `accumulation` micro-batches, and the bytes of
+        parameters in none. `settings` and `mesh`: others that share layers, experts and stages in the same way."""
         settings = settings if settings is not None else self.settings
         groups = groups_of(mesh if mesh is not None else self.mesh)
         rule = sharding_rule(settings)
@@ -85,7 +87,8 @@ class PaperRank:
                 BucketFacts(
                     layout=layout, dtype=laid.dtype, policy=policy, rank=laid.group.params.rank, replicas=laid.group.replicas.size,
                     rule=gradient_rule(settings, laid.dtype, groups.data_parallel_size) if laid.trainable else None,
-                    kind=laid.group.params.name, values_in_memory=not policy.shard_params or placement.keeps_values(layout.shard_numel),
+                    accumulation=accumulation, kind=laid.group.params.name,
+                    values_in_memory=not policy.shard_params or placement.keeps_values(layout.shard_numel),
                     state_in_memory=not (away and state.tier == "nvme"), apart=away and moves and not there,
                     values_on_host=there, state_on_host=away and moves,
                 )

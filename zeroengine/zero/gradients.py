@@ -10,7 +10,7 @@ from torch import Tensor
 from zeroengine.comm.listening import Watched
 from zeroengine.comm.protocol import Communicator, Work
 from zeroengine.zero.bucket import Bucket
-from zeroengine.zero.pool import BufferPool
+from zeroengine.zero.pool import BufferPool, unseen
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ class _Launch:
 class BucketGradients:
     """A life cycle per optimizer step: `add` parameters' gradients, `launch` the reduction, `wait`, read `reduced`, `clear`.
 
-    Where the policy keeps gradients whole, one flat buffer lives on and is reduced in place; elsewhere the flat buffer
-    lives only from the first gradient of the bucket to its reduction, and `reduced` is this rank's slice. Contributions
-    after a launch (a second backward, a parameter used in two checkpointed segments) open another buffer, and another
-    launch adds its reduction: reduction is linear.
+    The flat buffer lives only from the first gradient of the bucket to its reduction, and `reduced` is this rank's slice,
+    which lives until `clear`: it lies where activations lay, whose backward is over, and the next forward's lie where it
+    lay. Where gradients are kept whole (all of them are updated here, or several micro-batches are added up before the
+    reduction), one flat buffer lives on from step to step and is reduced in place. Contributions after a launch (a
+    second backward, a parameter used in two checkpointed segments) open another buffer, and another launch adds its
+    reduction: reduction is linear.
     """
 
     def __init__(self, bucket: Bucket, rule: GradientRule, shard_comm: Communicator, replica_comm: Communicator, pool: BufferPool) -> None:
@@ -50,23 +52,24 @@ class BucketGradients:
         self._comm = shard_comm
         self._replicas = replica_comm
         self._pool = pool
-        self._home: Tensor | None = None  # the flat buffer that lives on (gradients kept whole)
+        self._home: Tensor | None = None  # the flat buffer that lives on, where gradients are kept whole
         self._home_views: list[Tensor] = []  # the parameters' places in it
         self._open: Tensor | None = None  # where gradients are added now
         self._fired = [0] * len(bucket.params)  # contributions in the open buffer
         self._seen: set[int] = set()  # parameters that contributed in the running backward
-        self._slice: Tensor | None = None  # reduced part (gradients sharded)
+        self._slice: Tensor | None = None  # the reduced part, elsewhere
+        self._held = 0  # bytes of it in the last step
         self._filled = False  # `reduced` has a result of this step
         self._flying: list[_Launch] = []
 
     # --- adding ---------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, grad: Tensor, alpha: float) -> None:
-        """Adds alpha * grad of parameter `index`."""
+    def add(self, index: int, grad: Tensor, alpha: float, last: bool = True) -> None:
+        """Adds alpha * grad of parameter `index`. `last`: the reduction follows, before other micro-batches are added."""
         alpha *= self.rule.before
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        buffer = self._opened()
+        buffer = self._opened(last)
         if buffer is self._home:
             target = self._home_views[index]
         else:
@@ -101,14 +104,24 @@ class BucketGradients:
         """There are gradients that no launch has taken."""
         return any(self._fired)
 
-    def _opened(self) -> Tensor:
+    @property
+    def whole(self) -> bool:
+        """They are kept whole in this step. A shard group of one rank has no smaller slice."""
+        return self._home is not None
+
+    def _opened(self, last: bool = True) -> Tensor:
         if self._open is None:
-            layout, device = self.bucket.layout, self.bucket.device
-            if self.bucket.policy.shard_grads or self._filled:
-                self._open = self._pool.take(layout.padded, self.rule.accumulate, device)
-            else:
+            if self._keeps_whole(last):
                 self._open = self._at_home()
+            else:
+                self._open = self._pool.take(self.bucket.layout.padded, self.rule.accumulate, self.bucket.device)
         return self._open
+
+    def _keeps_whole(self, last: bool) -> bool:
+        policy = self.bucket.policy
+        if policy.shard_grads or self._filled:
+            return False
+        return self.whole or not last or not policy.shard_state or self.bucket.layout.shards == 1
 
     def _at_home(self) -> Tensor:
         if self._home is None:
@@ -179,12 +192,11 @@ class BucketGradients:
         return self._comm.all_gather(self._home, self._home[self.bucket.own], self.bucket.subject)
 
     def _target(self) -> Tensor:
-        if self.bucket.policy.shard_grads:
-            if self._slice is None:
-                like = self.bucket.shard.new_empty(0, dtype=self.rule.accumulate)
-                self._slice = self.bucket.comm.empty(self.bucket.layout.shard_numel, like)
-            return self._slice
-        return self._at_home()[self.bucket.own]
+        if self._home is not None:
+            return self._home[self.bucket.own]
+        if self._slice is None:
+            self._slice = unseen(self.bucket.layout.shard_numel, self.rule.accumulate, self.bucket.device)
+        return self._slice
 
     # --- results --------------------------------------------------------------------------------------------------
 
@@ -199,21 +211,23 @@ class BucketGradients:
         return self.reduced if self.bucket.policy.shard_state or self._home is None else self._home
 
     def clear(self) -> None:
-        """Forgets the step's gradients; buffers that live on are kept."""
+        """Forgets the step's gradients; a buffer that lives on is kept."""
         self.wait()
         if self._open is not None and self._open is not self._home:
             self._pool.give(self._open)
-        self._open, self._filled = None, False
+        self._held = self.bytes()
+        self._open = self._slice = None
+        self._filled = False
         self._fired = [0] * len(self._fired)
         self._seen.clear()
 
-    def free(self) -> int:
-        """Gives up the buffers that live on between steps; the next step makes them again. Returns their bytes."""
-        size = self.bytes()
+    def free(self) -> None:
+        """Gives up the buffer that lives on between steps; the next step makes it again."""
         self._home = self._slice = None
         self._home_views = []
-        return size
+        self._held = 0
 
     def bytes(self) -> int:
-        """Bytes that live on between steps."""
-        return sum(t.nbytes for t in (self._home, self._slice) if t is not None)
+        """Bytes of what is reduced, or will be in place. Between steps those of the last one, whose memory other tensors of the
+        step have meanwhile."""
+        return sum(t.nbytes for t in (self._home, self._slice) if t is not None) or self._held

@@ -71,6 +71,13 @@ class BufferPool:
         return host_memory(nbytes, torch.uint8)
 
 
+def unseen(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised 1-D tensor of the device's allocator. It is made by no operation: dispatch modes that count what the operations of a
+    forward or backward keep do not take the engine's memory for activations."""
+    storage = torch.UntypedStorage(numel * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+
+
 def _capacity(nbytes: int) -> int:
     """The next of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... units of a cache line."""
     lines = -(-nbytes // 64)

@@ -21,7 +21,7 @@ from zeroengine.zero.bucket import Bucket
 from zeroengine.zero.gradients import BucketGradients
 from zeroengine.zero.moved import MovedGradient, mark_for
 
-IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (gradients sharded)
+IN_FLIGHT = 2  # reductions under way before backward waits for the oldest (where gradients are not kept whole)
 _PATIENCE = 1.0  # seconds; longer means that a peer cannot launch yet, and waiting for it could be a deadlock
 _POLL = 0.0002
 
@@ -110,9 +110,9 @@ class Reducer:
             self.plain |= not self.guided
             if torch.is_grad_enabled():  # backward(create_graph=True)
                 with torch.no_grad():
-                    g.add(index, grad.detach(), self.scale)
+                    g.add(index, grad.detach(), self.scale, self._is_last())
             else:
-                g.add(index, grad, self.scale)
+                g.add(index, grad, self.scale, self._is_last())
             self._used.add(name)
             if g.complete():
                 if not self._order_agreed and position not in self._finished:
@@ -120,6 +120,10 @@ class Reducer:
                 self._launch_ready()
 
         return on_gradient
+
+    def _is_last(self) -> bool:
+        """The reduction of what is added now follows before other micro-batches are added."""
+        return self.synchronize
 
     def _may_launch(self, g: BucketGradients) -> bool:
         return self.synchronize or g.bucket.policy.shard_grads
@@ -137,7 +141,7 @@ class Reducer:
         self._launched.append(g)
         while self._launched and self._launched[0].done():
             self._launched.pop(0).wait()
-        if self._patient and g.bucket.policy.shard_grads and not g.replicated and len(self._launched) > IN_FLIGHT:
+        if self._patient and not (g.whole or g.replicated) and len(self._launched) > IN_FLIGHT:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
