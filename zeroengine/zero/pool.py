@@ -74,8 +74,10 @@ class BufferPool:
 def unseen(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised 1-D tensor of the device's allocator. It is made by no operation: dispatch modes that count what the operations of a
     forward or backward keep do not take the engine's memory for activations."""
-    storage = torch.UntypedStorage(numel * dtype.itemsize, device=device)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+    made = torch.empty(0, dtype=dtype, device=device)
+    storage = made.untyped_storage()
+    storage.resize_(numel * dtype.itemsize)  # one that is made by itself would come from torch's default allocator on CPUs
+    return made.set_(storage, 0, (numel,), (1,))
 
 
 def _capacity(nbytes: int) -> int:
