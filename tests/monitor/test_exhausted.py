@@ -119,7 +119,7 @@ def test_errors_of_the_allocator_name_the_key_to_change(tmp_path: Path) -> None:
         for how, phase, cause in (("tensor", "forward", "RuntimeError"), ("host", "forward", "MemoryError"), ("backward", "backward", "")):
             kind, text, is_memory, caused = found[how]
             assert kind == "OutOfMemoryError" and is_memory and f"rank {rank}: out of memory in {phase}" in text, found[how]
-            assert "zero_optimization.stage: 2 (now 1): saves" in text and "train_micro_batch_size_per_gpu: 2 (now 4)" in text
+            assert "zero_optimization.stage: 3 (now 1): saves" in text and "train_micro_batch_size_per_gpu: 2 (now 4)" in text
             assert not cause or caused == cause
         assert found["other"][0] == "RuntimeError" and found["steps"] == 1
         snapshot = json.loads((tmp_path / f"out-of-memory-{rank}.json").read_text())
