@@ -45,7 +45,9 @@ class BuildWithOps(build_py):
             raise RuntimeError(f"ZE_BUILD_OPS=1: {compiler}")
         folder = Path(self.build_lib).resolve() / "zeroengine" / "ops" / "prebuilt"
         for name in sorted({p.parent.name for p in (ROOT / "csrc").glob("*/*.cpp")}):
-            prebuilt.build(Sources(ROOT / "csrc", name), compiler, folder)
+            sources = Sources(ROOT / "csrc", name)
+            if not sources.with_torch:  # it belongs to the torch that it runs with, and is compiled on first use
+                prebuilt.build(sources, compiler, folder)
 
 
 class BinaryDistribution(Distribution):
