@@ -1,6 +1,6 @@
 """Packaging. Pure Python: native operations are compiled on first use from the sources under csrc/, which travel in the
-wheel as package data. With ZE_BUILD_OPS=1 they are compiled now as well, and the wheel is for this kind of machine. Nothing
-here imports torch, so the package installs in any order relative to it."""
+wheel as package data. With ZE_BUILD_OPS=1 they are compiled now as well, but for those that include headers of torch, and
+the wheel is for this kind of machine. Nothing here imports torch, so the package installs in any order relative to it."""
 
 from __future__ import annotations
 
