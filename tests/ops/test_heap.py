@@ -341,14 +341,33 @@ def test_a_peak_of_long_ago_is_given_back() -> None:
     run_ranks(_old_peak, 1)
 
 
+def _holes_that_stay(rank: int, world: int) -> None:
+    """A step that leaves holes each time, as large as all that it uses, does not take its pages anew each time."""
+    heap = installed()
+    kept = []
+    for _ in range(64):
+        first, after = torch.empty(50 * MIB), torch.empty(MIB)
+        del first
+        inside = torch.empty(MIB)
+        second = torch.empty(50 * MIB)  # does not fit where the first was
+        del after, inside, second
+        heap.step_ended()
+        kept.append(heap.held().kept)
+    assert set(kept) == {0, 101 * MIB * FLOAT} and kept.count(0) == 4
+
+
+def test_pages_go_back_once_in_16_steps() -> None:
+    run_ranks(_holes_that_stay, 1)
+
+
 def _other(rank: int, world: int, folder: str) -> None:
     """A copy of the library is another allocator."""
     path = library("heap").path
     assert path is not None
-    other = Heap(ctypes.CDLL(shutil.copy(path, f"{folder}/other.so")))
-    assert other.install()
-    heap = find_heap()
-    assert heap is not None and not heap.install()
+    heap, other = installed(), Heap(ctypes.CDLL(shutil.copy(path, f"{folder}/other.so")))
+    assert not other.install()
+    heap.uninstall()
+    assert other.install() and not heap.install()
     tensor = torch.ones(MIB)
     assert heap.held().live == 0 and other.held().live == MIB * FLOAT
     heap.uninstall()  # takes away its own only
