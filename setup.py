@@ -1,6 +1,6 @@
 """Packaging. Pure Python: native operations are compiled on first use from the sources under csrc/, which travel in the
-wheel as package data. With ZE_BUILD_OPS=1 they are compiled now as well, and the wheel is for this kind of machine. Nothing
-here imports torch, so the package installs in any order relative to it."""
+wheel as package data. With ZE_BUILD_OPS=1 they are compiled now as well, but for those that include headers of torch, and
+the wheel is for this kind of machine. Nothing here imports torch, so the package installs in any order relative to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class BuildWithOps(build_py):
             raise RuntimeError(f"ZE_BUILD_OPS=1: {compiler}")
         folder = Path(self.build_lib).resolve() / "zeroengine" / "ops" / "prebuilt"
         for name in sorted({p.parent.name for p in (ROOT / "csrc").glob("*/*.cpp")}):
-            prebuilt.build(Sources(ROOT / "csrc", name), compiler, folder)
+            sources = Sources(ROOT / "csrc", name)
+            if not sources.with_torch:  # it belongs to the torch that it runs with, and is compiled on first use
+                prebuilt.build(sources, compiler, folder)
 
 
 class BinaryDistribution(Distribution):

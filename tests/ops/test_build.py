@@ -186,6 +186,8 @@ def test_from_a_wheel(tmp_path: Path, prebuild: str) -> None:
     with zipfile.ZipFile(made) as archive:
         archive.extractall(site)
     assert (site / "zeroengine" / "csrc" / "update" / "update.cpp").exists()
+    built = {p.name for p in site.glob("zeroengine/ops/prebuilt/*.so")}
+    assert ("update.so" in built) is (prebuild == "1") and "heap.so" not in built  # it belongs to the torch that it will run with
     env = {"PYTHONPATH": str(site), "ZE_CACHE_DIR": str(tmp_path / "cache")}
     if prebuild == "1":
         env |= {"PATH": str(tmp_path), "CXX": ""}  # on a machine without a compiler

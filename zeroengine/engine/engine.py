@@ -36,6 +36,7 @@ from zeroengine.parallel.same import check_same_batch
 from zeroengine.parallel.stages import StageSequences
 from zeroengine.parallel.tensor import TensorParallel
 from zeroengine.zero.hooks import ModuleHook, in_backward
+from zeroengine.zero.host import step_ended
 from zeroengine.zero.modes import Modes
 
 
@@ -206,6 +207,7 @@ class ZeroEngine(CheckpointMethods, WeightMethods, OffloadMethods, ReportMethods
         rates = self.get_lr() if self.watch.observers else []
         with self.watch.phase("step"):
             result = optimizer.step()
+        step_ended()
         self.micro_steps += 1
         self.global_steps += 1
         self.global_samples += self.batch.train

@@ -1,9 +1,10 @@
 """Builds native libraries on first use and loads them.
 
 `csrc/<name>/*.cpp` (or `*.cu`) becomes one shared library with a plain C interface, called through ctypes: it includes no
-header of torch or Python, so it compiles in seconds, fits every version of both, and calls release the GIL. A library lies in
-the cache under a name that holds a hash of all that shapes it (sources, headers, flags, compiler, CPU features), so a build is
-never stale and never rewritten.
+header of torch or Python, so it compiles in seconds, fits every version of both, and calls release the GIL. (`heap`, which torch
+itself calls, includes a few of torch's and belongs to the version that it was built with.) A library lies in the cache under a
+name that holds a hash of all that shapes it (sources, headers, flags, compiler, CPU features, that version), so a build is never
+stale and never rewritten.
 
 Processes that start together build once: they queue on a lock that the kernel releases when its holder dies, whatever way it
 dies. A library appears in the cache by renaming, whole. Where a library cannot be built, that is an answer with its reason,
@@ -12,7 +13,7 @@ not an error: every operation has a twin in torch.
 Environment: ZE_CACHE_DIR (default ~/.cache/zeroengine/ops), CXX, CUDA_HOME, and ZE_OPS: `auto` (default), `twin` (native
 libraries are neither built nor loaded) or `native` (an error where one is missing).
 
-Imports no torch.
+Imports no torch, unless such a library is asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.logging import logger
 from zeroengine.ops import prebuilt
+from zeroengine.ops.against_torch import torch_flags
 from zeroengine.ops.cache import BuildFailed, Cache
 from zeroengine.ops.sources import Sources, csrc
 from zeroengine.ops.toolchain import (
@@ -121,7 +123,13 @@ def find(name: str, arch: str = "native") -> Library:
     compiler = find_nvcc() if sources.cuda else find_cxx()
     if isinstance(compiler, str):
         return Library(name, None, compiler, quiet=sources.cuda)
-    return _from_cache(sources, compiler, nvcc_flags(arch) if sources.cuda else cxx_flags(this_machine()))
+    flags = nvcc_flags(arch) if sources.cuda else cxx_flags(this_machine())
+    if sources.with_torch:
+        more = torch_flags()
+        if isinstance(more, str):
+            return Library(name, None, more)
+        flags += more
+    return _from_cache(sources, compiler, flags)
 
 
 def _from_cache(sources: Sources, compiler: Compiler, flags: tuple[str, ...]) -> Library:

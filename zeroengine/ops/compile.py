@@ -14,6 +14,7 @@ from zeroengine.ops.toolchain import Compiler, find_ninja
 
 _SECONDS = 600  # a compiler that takes longer hangs
 _LINE = 300
+_LINKING = ("-l", "-L", "-Wl,")
 
 
 class CompileError(Exception):
@@ -27,7 +28,7 @@ class CompileError(Exception):
 def compile_library(sources: Sources, compiler: Compiler, flags: Sequence[str], target: Path) -> None:
     """Compiles `sources` to `target`; other files go beside it. Raises CompileError, or OSError from writing."""
     objects, commands = [], []
-    units_flags = [f for f in flags if f != "-shared"]
+    units_flags = [f for f in flags if f != "-shared" and not f.startswith(_LINKING)]
     for unit in sources.units:
         made = target.with_name(f"{unit.name}.o")
         objects.append(str(made))

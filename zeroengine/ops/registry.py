@@ -14,7 +14,7 @@ from zeroengine.ops.build import Library, library
 @dataclass(frozen=True)
 class Operation:
     """A name, what it does in one line, and the native library that has it for the CPU and for CUDA, if any. Every operation
-    has a twin, in torch for every device (collectives: Gloo; aio: in Python)."""
+    has a twin, in torch for every device (collectives: Gloo; aio: in Python; heap: malloc)."""
 
     name: str
     about: str
@@ -30,6 +30,7 @@ OPERATIONS: Mapping[str, Operation] = {
         Operation("squares", "sum of squares and count of non-finite elements in one read", "update", None),
         Operation("collectives", "collectives and messages between processes of one host, for CPU tensors", "shm", None),
         Operation("aio", "reads and writes of files beside the computation, with checksums", "aio", None),
+        Operation("heap", "memory of large CPU tensors, without holes and kept between steps", "heap", None),
     )
 }
 

@@ -30,6 +30,11 @@ class Sources:
         self.cuda = any(p.suffix == ".cu" for p in units)
 
     @functools.cached_property
+    def with_torch(self) -> bool:
+        """Whether headers of torch are included: a build belongs to one version of it."""
+        return any(b"#include <c10/" in p.read_bytes() for p in self.units)
+
+    @functools.cached_property
     def digest(self) -> str:
         """Hash of the names and contents of all files that the compiler may read here."""
         headers = sorted(p for p in self.folder.rglob("*") if p.suffix in _HEADERS)
