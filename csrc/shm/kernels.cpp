@@ -1,5 +1,6 @@
 #include "kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -112,13 +113,11 @@ inline void add(arithmetic_t<T>* __restrict__ to, const arithmetic_t<T>* __restr
 // -- copies
 // ----------------------------------------------------------------------------------------------------------------
 
-// From here on a copy does not fit into the caches beside what else is in use, and stores go past them: they need not
-// read the target first.
-constexpr size_t kStream = size_t{4} << 20;
+constexpr size_t kStream = size_t{4} << 20;  // from here on stores go past the caches
 
 #if defined(__AVX__)
 void stream(char* target, const char* source, size_t bytes) {
-    const size_t head = (32 - reinterpret_cast<uintptr_t>(target) % 32) % 32;
+    const size_t head = std::min(bytes, (32 - reinterpret_cast<uintptr_t>(target) % 32) % 32);
     std::memcpy(target, source, head);
     target += head, source += head, bytes -= head;
     for (; bytes >= 128; target += 128, source += 128, bytes -= 128) {
@@ -262,7 +261,7 @@ size_t sum_floats(float* target, const float* const* rows, size_t count, double 
 #endif
 
 template <class W, class T>
-void sum_of(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate) {
+void sum_of(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate, Store how) {
     using A = arithmetic_t<T>;
     alignas(kAlign) A partial[kLevels][kBlock];
     alignas(kAlign) A before[kBlock];
@@ -270,7 +269,7 @@ void sum_of(void* out, const void* const* sources, int n, size_t count, double s
     T* target = static_cast<T*>(out);
     const W* const* rows = reinterpret_cast<const W* const*>(sources);
     const bool past_caches =
-        !accumulate && count * sizeof(T) >= kStream && reinterpret_cast<uintptr_t>(out) % sizeof(T) == 0;
+        !accumulate && how == Store::kPastCaches && reinterpret_cast<uintptr_t>(out) % sizeof(T) == 0;
     // the first block ends where the target is aligned
     size_t here = past_caches ? (kAlign - reinterpret_cast<uintptr_t>(out) % kAlign) % kAlign / sizeof(T) : 0;
     if (here == 0) here = kBlock;
@@ -307,12 +306,14 @@ void sum_of(void* out, const void* const* sources, int n, size_t count, double s
 }
 
 // Two, three or four rows of fp32, which need no rounding between the levels, have a loop of their own.
-void sum_of_floats(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate) {
+void sum_of_floats(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate,
+                   Store how) {
 #if defined(__AVX__)
     if (n >= 2 && n <= kDirectRows) {
         const auto address = reinterpret_cast<uintptr_t>(out);
-        const bool past_caches = !accumulate && count * sizeof(float) >= kStream && address % sizeof(float) == 0;
-        const size_t head = past_caches ? (kAlign - address % kAlign) % kAlign / sizeof(float) : 0;
+        const bool past_caches = !accumulate && how == Store::kPastCaches && address % sizeof(float) == 0;
+        const size_t to_line = (kAlign - address % kAlign) % kAlign / sizeof(float);
+        const size_t head = past_caches ? std::min(count, to_line) : 0;
         auto from = [&](size_t at, auto&& call) {
             const float* rows[kDirectRows];
             for (int r = 0; r < n; ++r) rows[r] = static_cast<const float*>(sources[r]) + at;
@@ -322,7 +323,7 @@ void sum_of_floats(void* out, const void* const* sources, int n, size_t count, d
             if (elements == 0) return;
             from(at, [&](float* target, const float* const* rows) {
                 const void* const* any = reinterpret_cast<const void* const*>(rows);
-                sum_of<float, float>(target, any, n, elements, scale, accumulate);
+                sum_of<float, float>(target, any, n, elements, scale, accumulate, Store::kCached);
             });
         };
         generic(0, head);
@@ -335,10 +336,10 @@ void sum_of_floats(void* out, const void* const* sources, int n, size_t count, d
         return;
     }
 #endif
-    sum_of<float, float>(out, sources, n, count, scale, accumulate);
+    sum_of<float, float>(out, sources, n, count, scale, accumulate, how);
 }
 
-using Sum = void (*)(void*, const void* const*, int, size_t, double, bool);
+using Sum = void (*)(void*, const void* const*, int, size_t, double, bool, Store);
 
 template <class W, class T>
 constexpr Sum floats() {
@@ -381,16 +382,21 @@ size_t type_bytes(int type) {
 
 bool can_sum(int wire, int type) { return find_sum(wire, type) != nullptr; }
 
-void copy(void* target, const void* source, size_t bytes) {
+Store store_of(size_t bytes) { return bytes >= kStream ? Store::kPastCaches : Store::kCached; }
+
+void copy(void* target, const void* source, size_t bytes, Store how) {
     if (target == source || bytes == 0) return;
 #if defined(__AVX__)
-    if (bytes >= kStream) return stream(static_cast<char*>(target), static_cast<const char*>(source), bytes);
+    if (how == Store::kPastCaches) {
+        return stream(static_cast<char*>(target), static_cast<const char*>(source), bytes);
+    }
 #endif
     std::memcpy(target, source, bytes);
 }
 
-void sum(void* out, const void* const* rows, int n, size_t count, int wire, int type, double scale, bool accumulate) {
-    find_sum(wire, type)(out, rows, n, count, scale, accumulate);
+void sum(void* out, const void* const* rows, int n, size_t count, int wire, int type, double scale, bool accumulate,
+         Store how) {
+    find_sum(wire, type)(out, rows, n, count, scale, accumulate, how);
 }
 
 }  // namespace ze::shm

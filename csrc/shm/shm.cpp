@@ -143,7 +143,8 @@ ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, co
 
 // A copy as the collectives make it, for measurements.
 ZE_EXPORT void ze_shm_copy(int64_t target, int64_t source, int64_t bytes) {
-    copy(pointer<void>(target), pointer<void>(source), static_cast<size_t>(bytes));
+    copy(pointer<void>(target), pointer<void>(source), static_cast<size_t>(bytes),
+         store_of(static_cast<size_t>(bytes)));
 }
 
 // A sum as the reductions make it, of `n` rows of this process, for comparisons with its twin.
@@ -151,5 +152,6 @@ ZE_EXPORT void ze_shm_sum(int64_t out, const int64_t* rows, int n, int64_t count
                           int accumulate) {
     std::vector<const void*> sources;
     for (int r = 0; r < n; ++r) sources.push_back(pointer<void>(rows[r]));
-    sum(pointer<void>(out), sources.data(), n, static_cast<size_t>(count), wire, type, scale, accumulate != 0);
+    sum(pointer<void>(out), sources.data(), n, static_cast<size_t>(count), wire, type, scale, accumulate != 0,
+        store_of(static_cast<size_t>(count) * type_bytes(type)));
 }
