@@ -49,7 +49,7 @@ Source stage_blocks(Group& g, const char* input, const int64_t* offset, const in
     char* staged = g.stage();
     for (int j = 0; j < g.size(); ++j) {
         const size_t n = j == g.rank() ? 0 : part(static_cast<size_t>(bytes[j]), at, most);
-        if (n != 0) copy(staged + j * most, input + offset[j] + at, n);
+        if (n != 0) copy(staged + j * most, input + offset[j] + at, n, Store::kCached);
     }
     return g.staged();
 }
@@ -81,17 +81,18 @@ Status blocks_in_rounds(Group& g, const char* input, const Blocks& b, Consume co
 
 // Everyone adds everything.
 Status small_all_reduce(Group& g, char* data, size_t count, int type, double scale) {
-    copy(g.stage(), data, count * type_bytes(type));
+    copy(g.stage(), data, count * type_bytes(type), Store::kCached);
     ZE_MEET(g.staged());
     std::vector<const void*> rows;
     for (int p = 0; p < g.size(); ++p) rows.push_back(g.data(p));
-    sum(data, rows.data(), g.size(), count, type, type, scale, false);
+    sum(data, rows.data(), g.size(), count, type, type, scale, false, Store::kCached);
     return kDone;
 }
 
 // Both halves of an all-reduce of one piece that every rank has announced as `own`. `result`: where peers find the
 // piece.
-Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int type, double scale, Source own) {
+Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int type, double scale, Source own,
+                         Store how) {
     const size_t item = type_bytes(type), share = ceil_div(count, static_cast<size_t>(g.size()));
     auto begin = [&](int p) { return std::min(static_cast<size_t>(p) * share, count) * item; };
     auto bytes = [&](int p) { return begin(p + 1) - begin(p); };
@@ -99,8 +100,9 @@ Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int 
     std::vector<const void*> rows;
     for (int p = 0; p < g.size(); ++p) rows.push_back((p == me ? piece : g.data(p)) + begin(me));
     if (bytes(me) != 0) {
-        sum(piece + begin(me), rows.data(), g.size(), bytes(me) / item, type, type, scale, false);
-        copy(result + begin(me), piece + begin(me), bytes(me));
+        const Store sums = result == piece ? how : Store::kCached;
+        sum(result + begin(me), rows.data(), g.size(), bytes(me) / item, type, type, scale, false, sums);
+        copy(piece + begin(me), result + begin(me), bytes(me), how);
         for (int p = 0; p < g.size(); ++p) {
             forget(g, p, g.data(p) + begin(me), bytes(me));
         }
@@ -108,7 +110,7 @@ Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int 
     ZE_MEET(own);
     for (int i = 1; i < g.size(); ++i) {
         const int p = (me + i) % g.size();
-        copy(piece + begin(p), g.data(p) + begin(p), bytes(p));
+        copy(piece + begin(p), g.data(p) + begin(p), bytes(p), how);
         forget(g, p, g.data(p) + begin(p), bytes(p));
     }
     return kDone;
@@ -119,19 +121,21 @@ Status reduce_and_gather(Group& g, char* piece, char* result, size_t count, int 
 Status all_gather(Group& g, char* full, const char* shard, size_t bytes) {
     const Source own = g.source_of(shard, bytes);
     auto stage = [&](size_t at) {
-        copy(g.stage(), shard + at, part(bytes, at, g.half()));
+        const size_t n = part(bytes, at, g.half());
+        copy(g.stage(), shard + at, n, store_of(n));
         return g.staged();
     };
     ZE_MEET(own.direct ? own : stage(0));
     const bool any_direct = g.any_direct();
     const size_t most = g.any_staged() ? g.half() : bytes;
-    copy(full + g.rank() * bytes, shard, bytes);
+    const Store how = store_of(bytes * static_cast<size_t>(g.size()));
+    copy(full + g.rank() * bytes, shard, bytes, how);
     for (size_t at = 0; at < bytes; at += most) {
         if (at != 0) ZE_MEET(own.direct ? own : stage(at));
         for (int i = 1; i < g.size(); ++i) {
             const int p = (g.rank() + i) % g.size();
             const char* from = g.data(p) + (g.direct(p) ? at : 0);
-            copy(full + p * bytes + at, from, part(bytes, at, most));
+            copy(full + p * bytes + at, from, part(bytes, at, most), how);
             forget(g, p, from, part(bytes, at, most));
         }
     }
@@ -147,10 +151,11 @@ Status reduce_scatter(Group& g, char* out, const char* full, size_t count, int w
     const auto total = static_cast<size_t>(slice) * n;
     const Blocks blocks{
         offset.data(), bytes.data(), nullptr, nullptr, remote.data(), total, static_cast<size_t>(slice)};
+    const Store how = store_of(count * type_bytes(type));
     return blocks_in_rounds(g, full, blocks, [&](size_t at, size_t most, const void* const* rows) {
         const size_t first = at / type_bytes(wire);
         const size_t here = part(static_cast<size_t>(slice), at, most) / type_bytes(wire);
-        sum(out + first * type_bytes(type), rows, g.size(), here, wire, type, scale, accumulate);
+        sum(out + first * type_bytes(type), rows, g.size(), here, wire, type, scale, accumulate, how);
     });
 }
 
@@ -164,7 +169,8 @@ Status all_reduce(Group& g, char* data, size_t count, int type, double scale) {
     char* staged = nullptr;
     auto stage = [&](size_t first) {
         staged = g.stage();
-        copy(staged, data + first * item, part(count, first, piece) * item);
+        const size_t n = part(count, first, piece) * item;
+        copy(staged, data + first * item, n, store_of(n));
         return g.staged();
     };
     Source source = own.direct ? own : stage(0);
@@ -177,8 +183,8 @@ Status all_reduce(Group& g, char* data, size_t count, int type, double scale) {
             ZE_MEET(source);
         }
         char* here = data + first * item;
-        const Status done =
-            reduce_and_gather(g, here, own.direct ? here : staged, part(count, first, most), type, scale, source);
+        const Status done = reduce_and_gather(g, here, own.direct ? here : staged, part(count, first, most), type,
+                                              scale, source, store_of(bytes));
         if (done != kDone) return done;
     }
     return close(g, any_direct);
@@ -189,7 +195,8 @@ Status broadcast(Group& g, char* data, size_t bytes, int src) {
     const Source own = mine ? g.source_of(data, bytes) : Source{};
     auto stage = [&](size_t at) {
         if (!mine || own.direct) return own;
-        copy(g.stage(), data + at, part(bytes, at, g.half()));
+        const size_t n = part(bytes, at, g.half());
+        copy(g.stage(), data + at, n, store_of(n));
         return g.staged();
     };
     ZE_MEET(stage(0));
@@ -197,18 +204,21 @@ Status broadcast(Group& g, char* data, size_t bytes, int src) {
     const size_t most = direct ? bytes : g.half();
     for (size_t at = 0; at < bytes; at += most) {
         if (at != 0) ZE_MEET(stage(at));
-        if (!mine) copy(data + at, g.data(src), part(bytes, at, most));
+        if (!mine) copy(data + at, g.data(src), part(bytes, at, most), store_of(bytes));
         forget(g, src, g.data(src), part(bytes, at, most));
     }
     return close(g, direct);
 }
 
 Status all_to_all(Group& g, char* output, const char* input, const Blocks& b) {
+    size_t total = 0;
+    for (int p = 0; p < g.size(); ++p) total += static_cast<size_t>(b.output_bytes[p]);
+    const Store how = store_of(total);
     return blocks_in_rounds(g, input, b, [&](size_t at, size_t most, const void* const* rows) {
         for (int i = 0; i < g.size(); ++i) {
             const int p = (g.rank() + i) % g.size();
             const size_t n = part(static_cast<size_t>(b.output_bytes[p]), at, most);
-            if (n != 0) copy(output + b.output_offset[p] + at, rows[p], n);
+            if (n != 0) copy(output + b.output_offset[p] + at, rows[p], n, how);
         }
     });
 }

@@ -1,5 +1,6 @@
 #include "kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 
@@ -37,6 +38,7 @@ using arithmetic_t = typename Arithmetic<T>::type;
 
 constexpr int kBlock = 512;  // elements of a block: the partial sums of all levels stay in the first-level cache
 constexpr int kLevels = 33;
+constexpr int kDirectRows = 4;  // rows of fp32 that are added in registers
 constexpr size_t kAlign = 64;
 
 // -- blocks: values of type T to and from its arithmetic type --------------------------------------------------------
@@ -111,13 +113,11 @@ inline void add(arithmetic_t<T>* __restrict__ to, const arithmetic_t<T>* __restr
 // -- copies
 // ----------------------------------------------------------------------------------------------------------------
 
-// From here on a copy does not fit into the caches beside what else is in use, and stores go past them: they need not
-// read the target first.
-constexpr size_t kStream = size_t{4} << 20;
+constexpr size_t kStream = size_t{4} << 20;  // from here on stores go past the caches
 
 #if defined(__AVX__)
 void stream(char* target, const char* source, size_t bytes) {
-    const size_t head = (32 - reinterpret_cast<uintptr_t>(target) % 32) % 32;
+    const size_t head = std::min(bytes, (32 - reinterpret_cast<uintptr_t>(target) % 32) % 32);
     std::memcpy(target, source, head);
     target += head, source += head, bytes -= head;
     for (; bytes >= 128; target += 128, source += 128, bytes -= 128) {
@@ -202,8 +202,66 @@ inline void prefetch(const W* row, size_t at, size_t count) {
     for (size_t i = 0; i < kBlock * sizeof(W); i += 64) __builtin_prefetch(from + i);
 }
 
+#if defined(__AVX__)
+// Elements [at, at + 8) of rows [first, first + n) added up: neighbours first, an odd one carried up.
+template <int first, int n>
+inline __m256 tree(const float* const* rows, size_t at) {
+    if constexpr (n == 1) {
+        return _mm256_loadu_ps(rows[first] + at);
+    } else {
+        constexpr int left = n <= 2 ? 1 : n <= 4 ? 2 : 4;  // the largest power of two below n
+        const __m256 a = tree<first, left>(rows, at), b = tree<first + left, n - left>(rows, at);
+        return _mm256_add_ps(a, b);
+    }
+}
+
+// Whole groups of elements from the rows to the target in one pass without a block in between. Hardware finds that many
+// sequences by itself. `target` is aligned to a line with `past_caches`. The number of elements done.
+template <int n, bool scaled, bool accumulate, bool past_caches>
+size_t sum_floats(float* target, const float* const* sources, size_t count, float scale) {
+    constexpr size_t group = 16;  // a line
+    const float* rows[n];
+    for (int r = 0; r < n; ++r) rows[r] = sources[r];
+    const __m256 factor = _mm256_set1_ps(scale);
+    auto one = [&](size_t at) {
+        __m256 total = tree<0, n>(rows, at);
+        if constexpr (scaled) total = _mm256_mul_ps(total, factor);
+        if constexpr (accumulate) total = _mm256_add_ps(total, _mm256_loadu_ps(target + at));
+        return total;
+    };
+    size_t at = 0;
+    for (; at + group <= count; at += group) {
+        const __m256 a = one(at), b = one(at + 8);
+        if constexpr (past_caches) {
+            _mm256_stream_ps(target + at, a);
+            _mm256_stream_ps(target + at + 8, b);
+        } else {
+            _mm256_storeu_ps(target + at, a);
+            _mm256_storeu_ps(target + at + 8, b);
+        }
+    }
+    return at;
+}
+
+template <int n>
+size_t sum_floats(float* target, const float* const* rows, size_t count, double scale, bool accumulate,
+                  bool past_caches) {
+    const auto factor = static_cast<float>(scale);
+    if (accumulate) {
+        return scale != 1.0 ? sum_floats<n, true, true, false>(target, rows, count, factor)
+                            : sum_floats<n, false, true, false>(target, rows, count, factor);
+    }
+    if (past_caches) {
+        return scale != 1.0 ? sum_floats<n, true, false, true>(target, rows, count, factor)
+                            : sum_floats<n, false, false, true>(target, rows, count, factor);
+    }
+    return scale != 1.0 ? sum_floats<n, true, false, false>(target, rows, count, factor)
+                        : sum_floats<n, false, false, false>(target, rows, count, factor);
+}
+#endif
+
 template <class W, class T>
-void sum_of(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate) {
+void sum_of(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate, Store how) {
     using A = arithmetic_t<T>;
     alignas(kAlign) A partial[kLevels][kBlock];
     alignas(kAlign) A before[kBlock];
@@ -211,7 +269,7 @@ void sum_of(void* out, const void* const* sources, int n, size_t count, double s
     T* target = static_cast<T*>(out);
     const W* const* rows = reinterpret_cast<const W* const*>(sources);
     const bool past_caches =
-        !accumulate && count * sizeof(T) >= kStream && reinterpret_cast<uintptr_t>(out) % sizeof(T) == 0;
+        !accumulate && how == Store::kPastCaches && reinterpret_cast<uintptr_t>(out) % sizeof(T) == 0;
     // the first block ends where the target is aligned
     size_t here = past_caches ? (kAlign - reinterpret_cast<uintptr_t>(out) % kAlign) % kAlign / sizeof(T) : 0;
     if (here == 0) here = kBlock;
@@ -247,7 +305,41 @@ void sum_of(void* out, const void* const* sources, int n, size_t count, double s
     fence();
 }
 
-using Sum = void (*)(void*, const void* const*, int, size_t, double, bool);
+// Two, three or four rows of fp32, which need no rounding between the levels, have a loop of their own.
+void sum_of_floats(void* out, const void* const* sources, int n, size_t count, double scale, bool accumulate,
+                   Store how) {
+#if defined(__AVX__)
+    if (n >= 2 && n <= kDirectRows) {
+        const auto address = reinterpret_cast<uintptr_t>(out);
+        const bool past_caches = !accumulate && how == Store::kPastCaches && address % sizeof(float) == 0;
+        const size_t to_line = (kAlign - address % kAlign) % kAlign / sizeof(float);
+        const size_t head = past_caches ? std::min(count, to_line) : 0;
+        auto from = [&](size_t at, auto&& call) {
+            const float* rows[kDirectRows];
+            for (int r = 0; r < n; ++r) rows[r] = static_cast<const float*>(sources[r]) + at;
+            return call(static_cast<float*>(out) + at, rows);
+        };
+        auto generic = [&](size_t at, size_t elements) {
+            if (elements == 0) return;
+            from(at, [&](float* target, const float* const* rows) {
+                const void* const* any = reinterpret_cast<const void* const*>(rows);
+                sum_of<float, float>(target, any, n, elements, scale, accumulate, Store::kCached);
+            });
+        };
+        generic(0, head);
+        const size_t whole = from(head, [&](float* target, const float* const* rows) {
+            const auto direct = n == 2 ? &sum_floats<2> : n == 3 ? &sum_floats<3> : &sum_floats<4>;
+            return direct(target, rows, count - head, scale, accumulate, past_caches);
+        });
+        fence();
+        generic(head + whole, count - head - whole);
+        return;
+    }
+#endif
+    sum_of<float, float>(out, sources, n, count, scale, accumulate, how);
+}
+
+using Sum = void (*)(void*, const void* const*, int, size_t, double, bool, Store);
 
 template <class W, class T>
 constexpr Sum floats() {
@@ -257,7 +349,7 @@ constexpr Sum floats() {
 Sum find_sum(int wire, int type) {
     // [wire][type]: the type holds all values of the wire
     static constexpr Sum mixed[4][4] = {
-        {floats<float, float>(), floats<float, double>(), nullptr, nullptr},
+        {&sum_of_floats, floats<float, double>(), nullptr, nullptr},
         {nullptr, floats<double, double>(), nullptr, nullptr},
         {floats<BFloat16, float>(), floats<BFloat16, double>(), floats<BFloat16, BFloat16>(), nullptr},
         {floats<Half, float>(), floats<Half, double>(), nullptr, floats<Half, Half>()},
@@ -290,16 +382,21 @@ size_t type_bytes(int type) {
 
 bool can_sum(int wire, int type) { return find_sum(wire, type) != nullptr; }
 
-void copy(void* target, const void* source, size_t bytes) {
+Store store_of(size_t bytes) { return bytes >= kStream ? Store::kPastCaches : Store::kCached; }
+
+void copy(void* target, const void* source, size_t bytes, Store how) {
     if (target == source || bytes == 0) return;
 #if defined(__AVX__)
-    if (bytes >= kStream) return stream(static_cast<char*>(target), static_cast<const char*>(source), bytes);
+    if (how == Store::kPastCaches) {
+        return stream(static_cast<char*>(target), static_cast<const char*>(source), bytes);
+    }
 #endif
     std::memcpy(target, source, bytes);
 }
 
-void sum(void* out, const void* const* rows, int n, size_t count, int wire, int type, double scale, bool accumulate) {
-    find_sum(wire, type)(out, rows, n, count, scale, accumulate);
+void sum(void* out, const void* const* rows, int n, size_t count, int wire, int type, double scale, bool accumulate,
+         Store how) {
+    find_sum(wire, type)(out, rows, n, count, scale, accumulate, how);
 }
 
 }  // namespace ze::shm

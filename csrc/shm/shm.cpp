@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -15,6 +16,9 @@ using namespace ze::shm;
 
 namespace {
 
+constexpr size_t kLargePage = size_t{2} << 20;  // one entry of the second level of page tables of 4 KiB
+constexpr int kCollapse = 25;                   // MADV_COLLAPSE, Linux 6.1; older headers lack its name
+
 template <class T>
 T* pointer(int64_t address) {
     return reinterpret_cast<T*>(address);
@@ -25,12 +29,36 @@ T* pointer(int64_t address) {
 // -- memory
 // -----------------------------------------------------------------------------------------------------------------
 
-// The address at which `bytes` of the file are mapped, or -errno.
+// The address at which `bytes` of the file are mapped, a multiple of kLargePage, or -errno.
 ZE_EXPORT int64_t ze_shm_map(int fd, int64_t bytes, int writable) {
-    void* at = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | (writable ? PROT_WRITE : 0),
-                    MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (at == MAP_FAILED) return -errno;
+    const size_t size = static_cast<size_t>(bytes), room = size + kLargePage;
+    void* found = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (found == MAP_FAILED) return -errno;
+    const auto begin = reinterpret_cast<uintptr_t>(found);
+    const uintptr_t aligned = (begin + kLargePage - 1) / kLargePage * kLargePage;
+    void* at = mmap(pointer<void>(static_cast<int64_t>(aligned)), size, PROT_READ | (writable ? PROT_WRITE : 0),
+                    MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd, 0);
+    if (at == MAP_FAILED) {
+        const int error = errno;
+        munmap(found, room);
+        return -error;
+    }
+    if (aligned > begin) munmap(found, aligned - begin);
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t end = (aligned + size + page - 1) / page * page;
+    if (begin + room > end) munmap(pointer<void>(static_cast<int64_t>(end)), begin + room - end);
     return reinterpret_cast<int64_t>(at);
+}
+
+// Gives a range of fresh memory of the file large pages, as far as it holds whole ones, and zeroes one byte of each.
+// Its pages exist from now on. 0, or errno where the system has none to give: the range keeps small pages then.
+ZE_EXPORT int ze_shm_large_pages(int64_t address, int64_t bytes) {
+    const auto begin = static_cast<uintptr_t>(address), end = begin + static_cast<uintptr_t>(bytes);
+    const uintptr_t first = (begin + kLargePage - 1) / kLargePage * kLargePage, last = end / kLargePage * kLargePage;
+    if (last <= first) return 0;
+    // a large page is made of a range that has at least its first small one
+    for (uintptr_t at = first; at < last; at += kLargePage) *pointer<volatile char>(static_cast<int64_t>(at)) = 0;
+    return madvise(pointer<void>(static_cast<int64_t>(first)), last - first, kCollapse) == 0 ? 0 : errno;
 }
 
 ZE_EXPORT int ze_shm_unmap(int64_t address, int64_t bytes) {
@@ -115,7 +143,8 @@ ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, co
 
 // A copy as the collectives make it, for measurements.
 ZE_EXPORT void ze_shm_copy(int64_t target, int64_t source, int64_t bytes) {
-    copy(pointer<void>(target), pointer<void>(source), static_cast<size_t>(bytes));
+    copy(pointer<void>(target), pointer<void>(source), static_cast<size_t>(bytes),
+         store_of(static_cast<size_t>(bytes)));
 }
 
 // A sum as the reductions make it, of `n` rows of this process, for comparisons with its twin.
@@ -123,5 +152,6 @@ ZE_EXPORT void ze_shm_sum(int64_t out, const int64_t* rows, int n, int64_t count
                           int accumulate) {
     std::vector<const void*> sources;
     for (int r = 0; r < n; ++r) sources.push_back(pointer<void>(rows[r]));
-    sum(pointer<void>(out), sources.data(), n, static_cast<size_t>(count), wire, type, scale, accumulate != 0);
+    sum(pointer<void>(out), sources.data(), n, static_cast<size_t>(count), wire, type, scale, accumulate != 0,
+        store_of(static_cast<size_t>(count) * type_bytes(type)));
 }

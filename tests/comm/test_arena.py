@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -68,6 +69,42 @@ def test_free_blocks_beyond_the_bound_give_their_pages_back(library: Native) -> 
     assert pages(arena) == arena.bytes() == 12 * MIB  # 16 MiB at most
     big = arena.tensor(3 * MIB, torch.float32)  # of the joined space
     assert float(big[-1]) == 0.0
+    arena.close()
+
+
+def test_large_blocks_begin_with_a_large_page(library: Native) -> None:
+    arena = Arena(library, 1 << 40)
+    assert arena.base % (2 * MIB) == 0
+    held = []
+    for nbytes in (100_000, 5 * MIB + 1, 70_000, 2 * MIB, 9 * MIB):
+        t = arena.tensor(nbytes, torch.uint8).fill_(7)
+        assert arena.base <= t.data_ptr() and t.data_ptr() + nbytes <= arena.base + arena.size
+        if nbytes >= 2 * MIB:
+            assert t.data_ptr() % (2 * MIB) == 0
+        assert all(t.data_ptr() >= o.data_ptr() + o.numel() or o.data_ptr() >= t.data_ptr() + nbytes for o in held)
+        held.append(t)
+    assert all(bool((t == 7).all()) for t in held) and pages(arena) <= arena.bytes()
+    del held[1], t
+    again = arena.tensor(5 * MIB + 1, torch.uint8)
+    assert all(bool((t == 7).all()) for t in held) and again.data_ptr() % (2 * MIB) == 0
+    arena.close()
+
+
+def test_large_pages(library: Native) -> None:
+    """Only whole ones of the range, zeros where nothing was written; a refusal is an answer."""
+    arena = Arena(library, 1 << 40)
+    at = arena.reserve(8 * MIB)
+    assert at is not None and at % (2 * MIB) == 0 and pages(arena) == 0
+    assert library.large_pages(arena.base + at + 4096, 2 * MIB) == 0 and pages(arena) == 0  # holds no whole one
+    answer = library.large_pages(arena.base + at + 4096, 6 * MIB)
+    if answer != 0:
+        arena.close()
+        pytest.skip(f"this system gives none: {os.strerror(answer)}")
+    assert pages(arena) == 4 * MIB
+    mapped = (ctypes.c_char * (8 * MIB)).from_address(arena.base + at)
+    assert mapped.raw == bytes(8 * MIB)
+    sizes = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith(("ShmemPmd", "FilePmd"))]
+    assert sum(int(line.split()[1]) for line in sizes) >= 4096
     arena.close()
 
 

@@ -96,3 +96,23 @@ def test_long_sums_past_the_caches(shm: Native) -> None:
         twin(rows, want, 0.3, False)
         shm.sum(out.data_ptr(), integers([r.data_ptr() for r in rows]), 3, n, TYPES[wire], TYPES[dtype], 0.3, 0)
         assert_same_bits(out, want, f"{wire} in {dtype}")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("start", [0, 1, 13])
+def test_long_sums_of_fp32(shm: Native, ranks: int, start: int) -> None:
+    """The loops for two to four rows, of which each has a head, whole lines and a tail; five rows take the other way."""
+    n = (4 << 20) // 4 + 777
+    rows = [made(n, torch.float32, r, (r + start) % 5) for r in range(ranks)]
+    addresses = integers([r.data_ptr() for r in rows])
+    for scale, accumulate in ((1.0, False), (1 / 3, False), (1.0, True), (1 / 3, True)):
+        out = made(n, torch.float32, 9, start)
+        want = out.clone()
+        twin([r.clone() for r in rows], want, scale, accumulate)
+        shm.sum(out.data_ptr(), addresses, ranks, n, TYPES[torch.float32], TYPES[torch.float32], scale, int(accumulate))
+        assert_same_bits(out, want, f"{ranks} rows, scale {scale}, accumulate {accumulate}")
+    place = rows[ranks - 1]
+    want = torch.empty(n)
+    twin([r.clone() for r in rows], want, 0.3, False)
+    shm.sum(place.data_ptr(), addresses, ranks, n, TYPES[torch.float32], TYPES[torch.float32], 0.3, 0)
+    assert_same_bits(place, want, f"{ranks} rows, in place of the last")

@@ -14,6 +14,7 @@ _ARRAY = ctypes.POINTER(ctypes.c_int64)
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "map": (_I64, (_INT, _I64, _INT)),
     "unmap": (_INT, (_I64, _I64)),
+    "large_pages": (_INT, (_I64, _I64)),
     "discard": (_INT, (_INT, _I64, _I64)),
     "control_bytes": (_I64, (_I64,)),
     "control_clear": (None, (_I64,)),
