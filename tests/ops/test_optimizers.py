@@ -192,6 +192,20 @@ def test_state_names_are_torchs() -> None:
             assert set(p) == set(q), name
 
 
+@pytest.mark.parametrize("step", [3, torch.tensor(3), torch.tensor(3.0, dtype=torch.float64), torch.tensor(3.0)], ids=repr)
+def test_steps_of_every_kind_are_counted_on(step: Any, implementation: str) -> None:
+    """As other libraries and older files keep them; the count is a 0-dim fp32 tensor from then on."""
+    params, plain = parameters(), parameters()
+    a, b = FusedAdam(params), FusedAdam(plain)
+    run(a, range(3)), run(b, range(3))
+    for state in a.state.values():
+        state["step"] = copy.deepcopy(step)
+    for x, y in zip(run(a, range(3, 5)), run(b, range(3, 5)), strict=True):
+        assert_same_bits(x, y)
+    for state in a.state.values():
+        assert state["step"].dtype is torch.float32 and state["step"].shape == () and state["step"] == 5
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -49,17 +49,18 @@ class _Scale:
 def update(dll: ctypes.CDLL, rule: Rule, segments: Sequence[Segment], scale: float | Tensor) -> None:
     """One step of `rule` for all segments, which lie on one device and are what `fits` accepts."""
     table, numbers, rows = _Table(8), array("f"), dict[Numbers, int]()
+    last, row = None, 0
     for param, grad, states, copy, hypers in segments:
-        row = rows.get(hypers)
-        if row is None:
-            row = rows[hypers] = len(rows)
-            numbers.extend(_finite_float(h) for h in hypers)
-        held = [s.data_ptr() for s in states] + [0] * (3 - len(states))
+        if hypers is not last:
+            last, row = hypers, rows.setdefault(hypers, len(rows))
+            if row * len(hypers) == len(numbers):
+                numbers.extend(_finite_float(h) for h in hypers)
         kinds = KINDS[param.dtype] | KINDS[grad.dtype] << 8 | row << 32
         to = 0
         if copy is not None:
             kinds |= KINDS[copy.dtype] << 16
             to = copy.data_ptr()
+        held = [s.data_ptr() for s in states] + [0] * (3 - len(states))
         table.add(param.data_ptr(), grad.data_ptr(), *held, to, param.numel(), kinds)
     hypers_at = ctypes.c_void_p(numbers.buffer_info()[0])
     device = segments[0][0].device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -38,6 +39,23 @@ def evaluate(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
+def _alike(p: Tensor, t: Tensor) -> bool:
+    return t.shape == p.shape and t.device == p.device
+
+
+def _fits(p: Tensor, grad: Tensor) -> bool:
+    strided = p.layout is torch.strided and grad.layout is torch.strided
+    return strided and p.is_floating_point() and grad.is_floating_point() and _alike(p, grad)
+
+
+def _count(step: Tensor) -> float:
+    """Adds one to a 0-dim fp32 tensor on the CPU, as torch keeps its steps, and returns it. Where it lies: an operation of torch
+    costs microseconds for each parameter, and tens of them after an update that filled the caches with other things."""
+    value = ctypes.c_float.from_address(step.data_ptr())
+    value.value += 1.0
+    return value.value
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update each element by itself, all parameters in one pass over the memory.
 
@@ -70,22 +88,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             ConfigError: a gradient or copy does not fit its parameter. Nothing has been changed then.
         """
         loss = evaluate(closure)
-        found: list[tuple[Group, Tensor, Tensor]] = []
+        found: list[tuple[Group, Tensor, Tensor, Tensor | None]] = []
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
-                grad = grads.get(p, p.grad) if grads is not None else p.grad
+                grad = p.grad if grads is None else grads.get(p, p.grad)
                 if grad is not None:
-                    self._check(f"parameter {i} of group {g}", p, grad, None if copies is None else copies.get(p))
-                    found.append((group, p, grad))
-        ready = [(group, p, *self._ready(group, p)) for group, p, _ in found]
-        marks = self._marks([p for _, p, _ in found], [fresh for *_, fresh in ready])
+                    copy = None if copies is None else copies.get(p)
+                    if not _fits(p, grad) or (copy is not None and not _alike(p, copy)):
+                        raise self._misfit(f"parameter {i} of group {g}", p, grad, copy)
+                    found.append((group, p, grad, copy))
+        ready = [self._ready(group, p) for group, p, _, _ in found]
         work: dict[Rule, list[Segment]] = {}
         known: dict[tuple[int, float], Numbers] = {}
-        for (group, p, rule, states, _), (_, _, grad), mark in zip(ready, found, marks, strict=True):
+        for (group, p, grad, copy), (rule, states, step, fresh) in zip(found, ready, strict=True):
+            mark = (1.0 if fresh else 2.0) if step is None else _count(step)
             hypers = known.get((id(group), mark))
             if hypers is None:
                 hypers = known[id(group), mark] = self._hypers(group, mark)
-            copy = None if copies is None else copies.get(p)
             work.setdefault(rule, []).append((p, grad, states, copy, hypers))
         for rule, segments in work.items():
             flat.update(rule, segments, grad_scale)
@@ -100,38 +119,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         2 every other)."""
         raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
 
-    def _ready(self, group: Group, p: Tensor) -> tuple[Rule, list[Tensor], bool]:
-        """The rule, the states, and whether the parameter had none."""
+    def _ready(self, group: Group, p: Tensor) -> tuple[Rule, list[Tensor], Tensor | None, bool]:
+        """The rule, the states, the count of steps where there is one, and whether the parameter had no state."""
         state = self.state.get(p, {})
         fresh = all(value is None for value in state.values())
         rule, states = self._prepare(group, p, state)
+        step = None
         if self.counted:
             step = state.get("step")
-            if not isinstance(step, Tensor) or step.device.type != "cpu":
-                state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
+            if type(step) is not Tensor or step.dtype is not torch.float32 or step.dim() or not step.is_cpu:
+                step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
         if fresh and state:
             self.state[p] = state
-        return rule, states, fresh
+        return rule, states, step, fresh
 
-    def _marks(self, params: list[Tensor], fresh: list[bool]) -> list[float]:
-        """Adds one to the steps of the parameters and returns them. A step is a 0-dim fp32 tensor on the CPU, as in torch."""
-        if not self.counted:
-            return [1.0 if f else 2.0 for f in fresh]
-        steps = [self.state[p]["step"] for p in params]
-        if not steps:
-            return []
-        torch._foreach_add_(steps, 1.0)
-        return torch.stack(steps).tolist()
-
-    def _check(self, who: str, p: Tensor, grad: Tensor, copy: Tensor | None) -> None:
+    def _misfit(self, who: str, p: Tensor, grad: Tensor, copy: Tensor | None) -> ConfigError:
         name = type(self).__name__
         if grad.layout is not torch.strided or p.layout is not torch.strided:
-            raise ConfigError(f"{name}: {who} has a sparse gradient; use torch.optim.SparseAdam or sparse=False")
+            return ConfigError(f"{name}: {who} has a sparse gradient; use torch.optim.SparseAdam or sparse=False")
         if not (p.is_floating_point() and grad.is_floating_point()):
-            raise ConfigError(f"{name}: {who} is {p.dtype}; it takes real floating-point numbers, torch.optim takes others")
-        for what, t in (("gradient", grad), ("copy", copy)):
-            if t is not None and (t.shape != p.shape or t.device != p.device):
-                raise ConfigError(f"{name}: {who} has shape {tuple(p.shape)} on {p.device}, its {what} {tuple(t.shape)} on {t.device}")
+            return ConfigError(f"{name}: {who} is {p.dtype}; it takes real floating-point numbers, torch.optim takes others")
+        what, t = ("gradient", grad) if copy is None or not _alike(p, grad) else ("copy", copy)
+        return ConfigError(f"{name}: {who} has shape {tuple(p.shape)} on {p.device}, its {what} {tuple(t.shape)} on {t.device}")
 
     # --- state --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from zeroengine.ops import twins
 HYPERS = 8  # numbers in a row, unused ones 0; kHypers of csrc/ze/rules.h
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is itself: equality would hash all fields for each parameter in each step
 class Rule:
     """`code` is RuleCode of csrc/ze/rules.h; `states`: fp32 tensors beside each parameter."""
 
