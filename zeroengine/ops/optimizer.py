@@ -12,6 +12,7 @@ from torch import Tensor
 from zeroengine.errors import ConfigError
 from zeroengine.ops import flat
 from zeroengine.ops.native import Segment
+from zeroengine.ops.pages import in_large_pages
 from zeroengine.ops.rules import Numbers, Rule
 
 Group = dict[str, Any]
@@ -146,7 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _zeros(p: Tensor, fill: float = 0.0) -> Tensor:
-        return torch.full_like(p, fill, dtype=state_dtype(p), memory_format=torch.preserve_format)
+        return in_large_pages(torch.empty_like(p, dtype=state_dtype(p), memory_format=torch.preserve_format)).fill_(fill)
 
     def _fixed(self) -> dict[str, Any]:
         """What a subclass fixes for all groups; groups of another kind are not loaded into it."""
