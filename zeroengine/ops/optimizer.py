@@ -129,7 +129,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.counted:
             step = state.get("step")
             if type(step) is not Tensor or step.dtype is not torch.float32 or step.dim() or not step.is_cpu:
-                step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32)
+                step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32, device="cpu")
         if fresh and state:
             self.state[p] = state
         return rule, states, step, fresh
