@@ -27,6 +27,7 @@ namespace {
 constexpr size_t kSmallest = 64 << 10;  // smaller blocks are left to torch's own allocator
 constexpr size_t kSteps = 16;           // a peak is remembered for so many
 constexpr size_t kSpare = 64 << 20;     // kept beyond the peak, whatever the proportion
+constexpr size_t kLargePage = 2 << 20;  // of x86-64, and of Arm with pages of 4 KiB
 
 // Beside errno values, which are positive.
 enum Answer : int { kInstalled = 0, kOther = -1 };
@@ -124,13 +125,15 @@ void Heap::release(void* memory) {
 // The heap of this process; errno where the system gives no range of `bytes`.
 int make(size_t bytes, c10::Allocator* small) {
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t whole = down(bytes, page);
-    void* base = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) return errno;
+    const size_t whole = down(bytes, page), room = whole + kLargePage;
+    void* found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (found == MAP_FAILED) return errno;
+    void* base = reinterpret_cast<void*>(up(reinterpret_cast<uintptr_t>(found), kLargePage));
+    madvise(base, whole, MADV_HUGEPAGE);  // where the system has none, pages stay small
     try {
         heap = new Heap(static_cast<char*>(base), whole, page, small);
     } catch (const std::bad_alloc&) {
-        munmap(base, whole);
+        munmap(found, room);
         return ENOMEM;
     }
     pthread_atfork([] { heap->lock(); }, [] { heap->unlock(); }, [] { heap->unlock(); });

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.toolbox import NEEDS_COMPILER
+from tests.ops.toolbox import NEEDS_COMPILER, advised, needs_large_pages
 from tests.ranks import run_ranks
 from zeroengine.ops.against_torch import torch_flags
 from zeroengine.ops.build import library
@@ -312,6 +312,17 @@ def _trimmed(rank: int, world: int) -> None:
 
 def test_trim_returns_pages_and_keeps_contents() -> None:
     run_ranks(_trimmed, 1)
+
+
+def _large_pages(rank: int, world: int) -> None:
+    installed()
+    held = torch.ones(16 * MIB)
+    assert advised(held.data_ptr()) and advised(held.data_ptr() + held.nbytes - 1)
+
+
+@needs_large_pages
+def test_it_lies_on_large_pages() -> None:
+    run_ranks(_large_pages, 1)
 
 
 def _old_peak(rank: int, world: int) -> None:

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.ops.toolbox import advised, needs_large_pages
 from zeroengine.ops import FusedAdam
 from zeroengine.ops.pages import in_large_pages, large_page
-
-needs_large_pages = pytest.mark.skipif(not large_page(), reason="the system has no large pages")
-
-
-def advised(address: int) -> bool:
-    """Whether the mapping that holds `address` asks for large pages."""
-    here = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split(" ", 1)[0]
-        if "-" in head and not head.endswith(":"):
-            begin, end = (int(x, 16) for x in head.split("-"))
-            here = begin <= address < end
-        elif here and line.startswith("VmFlags:"):
-            return " hg" in line
-    raise AssertionError(f"{address:#x} is in no mapping")
 
 
 @needs_large_pages

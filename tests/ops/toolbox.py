@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from zeroengine.ops.pages import large_page
 from zeroengine.ops.sources import Sources
 from zeroengine.ops.toolchain import Compiler, find_cxx
 
@@ -46,3 +47,19 @@ def counting_compiler(folder: Path, before: str = "") -> tuple[Compiler, Path]:
 
 def links(count: Path) -> int:
     return len(count.read_text().splitlines()) if count.exists() else 0
+
+
+needs_large_pages = pytest.mark.skipif(not large_page(), reason="the system has no large pages")
+
+
+def advised(address: int) -> bool:
+    """Whether the mapping that holds `address` asks for large pages."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(" ", 1)[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(x, 16) for x in head.split("-"))
+            here = begin <= address < end
+        elif here and line.startswith("VmFlags:"):
+            return " hg" in line
+    raise AssertionError(f"{address:#x} is in no mapping")

@@ -32,7 +32,7 @@ class BufferPool:
 
     Capacities come in steps of a quarter, so that buckets of nearly one size share buffers, and a buffer of up to twice the size
     serves as well: a model has blocks of one size and a few other buckets, which need no buffers of their own. What is beyond
-    a buffer's own size is never touched and so takes no memory.
+    a buffer's own size is never touched: it takes memory in large pages only.
     """
 
     def __init__(self, source: Communicator | None = None, keep: int = 3) -> None:
