@@ -20,8 +20,6 @@ inline size_t down(size_t n, size_t unit) { return n / unit * unit; }
 // Pages without memory, as disjoint stretches [first byte, end) that do not touch.
 class Bare {
   public:
-    explicit Bare(size_t bytes) : bytes_(bytes) { stretches_.emplace(0, bytes); }
-
     size_t bytes() const { return bytes_; }
 
     // Pages [begin, end) are about to be written.
@@ -60,23 +58,50 @@ class Bare {
 
   private:
     std::map<size_t, size_t> stretches_;
-    size_t bytes_;
+    size_t bytes_ = 0;
 };
 
-// Not for several threads at once. `bytes`: whole pages. Offsets and sizes are multiples of kLine; `release` takes no
-// memory of its own.
+// Not for several threads at once. It has no memory before `grow`. Offsets and sizes are multiples of kLine; `release`
+// takes no memory of its own.
 class Blocks {
   public:
-    Blocks(char* base, size_t bytes, size_t page) : base_(base), bytes_(bytes), page_(page), bare_(bytes) {
-        blocks_.emplace(0, Block{bytes, true, {}});
-        fits_.emplace(bytes, 0);
+    Blocks(char* base, size_t page) : base_(base), page_(page) {}
+
+    // Whole pages beyond its end that have not been written yet. Throws std::bad_alloc, and has no more then.
+    void grow(size_t bytes) {
+        if (const size_t free = tail(); free != 0) {
+            const auto last = std::prev(blocks_.end());
+            auto place = fits_.extract({free, last->first});
+            place.value().first += bytes;
+            fits_.insert(std::move(place));
+            last->second.size += bytes;
+        } else {
+            const auto place = fits_.emplace(bytes, bytes_).first;
+            try {
+                blocks_.emplace(bytes_, Block{bytes, true, {}});
+            } catch (...) {
+                fits_.erase(place);
+                throw;
+            }
+        }
+        const size_t before = bytes_;
+        bytes_ += bytes;
+        bare_.add(before, bytes_, [](size_t, size_t) {});
     }
 
-    // A block of `size` bytes or null. The smallest free block that is large enough, the first of several: what lies
-    // low is used again before anything above it. Throws std::bad_alloc, and has taken nothing then.
+    // Free bytes at its end.
+    size_t tail() const {
+        if (blocks_.empty() || !blocks_.rbegin()->second.free) return 0;
+        return blocks_.rbegin()->second.size;
+    }
+
+    // A block of `size` bytes or null. The smallest free block that is large enough, the first of several, and
+    // the one at the end only if there is no other: what lies low is used again before anything above it. Throws
+    // std::bad_alloc, and has taken nothing then.
     char* take(size_t size) {
-        const auto fit = fits_.lower_bound({size, 0});
+        auto fit = fits_.lower_bound({size, 0});
         if (fit == fits_.end()) return nullptr;
+        if (fit->second + fit->first == bytes_ && std::next(fit) != fits_.end()) ++fit;
         const size_t offset = fit->second, rest = fit->first - size;
         bare_.remove(down(offset, page_), up(offset + size, page_));
         if (rest != 0) {
@@ -145,7 +170,7 @@ class Blocks {
     }
 
     char* base_;
-    size_t bytes_, page_, live_ = 0;
+    size_t page_, bytes_ = 0, live_ = 0;
     Map blocks_;
     Fits fits_;
     Bare bare_;

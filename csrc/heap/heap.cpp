@@ -36,7 +36,7 @@ enum Answer : int { kInstalled = 0, kOther = -1 };
 class Heap final : public c10::Allocator {
   public:
     Heap(char* base, size_t bytes, size_t page, c10::Allocator* small)
-        : base_(base), bytes_(bytes), small_(small), blocks_(base, bytes, page) {}
+        : base_(base), bytes_(bytes), small_(small), blocks_(base, page) {}
 
     c10::DataPtr allocate(size_t n) override {
         void* memory = n < kSmallest ? nullptr : take(n);
@@ -89,12 +89,25 @@ class Heap final : public c10::Allocator {
         if (n > bytes_) return nullptr;
         const std::lock_guard<std::mutex> lock(mutex_);
         try {
-            void* memory = blocks_.take(up(n, kLine));
+            const size_t size = up(n, kLine);
+            void* memory = blocks_.take(size);
+            if (memory == nullptr && open(size - blocks_.tail())) memory = blocks_.take(size);
             peak_ = std::max(peak_, blocks_.live());
             return memory;
         } catch (const std::bad_alloc&) {
             return nullptr;
         }
+    }
+
+    // Makes `bytes` more of the range usable, in large pages. Only what is usable counts against a limit of the
+    // process' data (`ulimit -d`), which refuses here.
+    bool open(size_t bytes) {
+        if (bytes > bytes_ - opened_) return false;
+        const size_t more = std::min(up(bytes, kLargePage), bytes_ - opened_);
+        if (mprotect(base_ + opened_, more, PROT_READ | PROT_WRITE) != 0) return false;
+        opened_ += more;
+        blocks_.grow(more);
+        return true;
     }
 
     static void release(void* memory);
@@ -104,6 +117,7 @@ class Heap final : public c10::Allocator {
     c10::Allocator* const small_;
     std::mutex mutex_;
     Blocks blocks_;
+    size_t opened_ = 0;
     size_t peak_ = 0;
     size_t steps_ = 0;  // since the last trim of `step_ended`
     std::array<size_t, kSteps> peaks_{};
@@ -126,7 +140,7 @@ void Heap::release(void* memory) {
 int make(size_t bytes, c10::Allocator* small) {
     const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     const size_t whole = down(bytes, page), room = whole + kLargePage;
-    void* found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* found = mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED) return errno;
     void* base = reinterpret_cast<void*>(up(reinterpret_cast<uintptr_t>(found), kLargePage));
     madvise(base, whole, MADV_HUGEPAGE);  // where the system has none, pages stay small

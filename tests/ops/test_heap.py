@@ -7,6 +7,7 @@ import errno
 import os
 import queue
 import random
+import resource
 import shutil
 import threading
 from pathlib import Path
@@ -306,12 +307,31 @@ def _trimmed(rank: int, world: int) -> None:
     assert held.live <= held.kept <= held.live + 65 * PAGE
     assert all(bool((t == 2 * i + 1).all()) for i, t in enumerate(tensors))
     again = [torch.full((MIB + 5,), -1.0) for _ in range(32)]  # in the holes
-    assert heap.held().kept <= 64 * (MIB + 5) * FLOAT + 65 * PAGE
+    assert heap.held().kept <= 64 * (MIB + 5) * FLOAT + 65 * PAGE, (held, heap.held())
     assert all(bool((t == 2 * i + 1).all()) for i, t in enumerate(tensors)) and all(bool((t == -1).all()) for t in again)
 
 
 def test_trim_returns_pages_and_keeps_contents() -> None:
     run_ranks(_trimmed, 1)
+
+
+def _limited(rank: int, world: int) -> None:
+    heap = installed()
+    first = torch.ones(4 * MIB)
+    used = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (used * 1024 + 64 * MIB, hard))
+    more = torch.ones(8 * MIB)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        torch.ones(16 * MIB)
+    assert heap.held().live == first.nbytes + more.nbytes
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    assert torch.ones(16 * MIB).sum() == 16 * MIB and heap.held().peak == first.nbytes + more.nbytes + 64 * MIB
+
+
+def test_a_limit_of_the_process_data_holds() -> None:
+    """Also one that is set later: the range is not data before it is used."""
+    run_ranks(_limited, 1)
 
 
 def _large_pages(rank: int, world: int) -> None:
