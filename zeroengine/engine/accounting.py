@@ -47,8 +47,8 @@ class BucketFacts:
 
     @property
     def sliced_gradients(self) -> bool:
-        """A rank has its slice of the gradients only, once they are reduced: they are reduced one micro-batch at a time."""
-        return self.policy.shard_grads or (self.policy.shard_state and self.accumulation == 1 and self.ranks > 1)
+        """A rank has its slice of the gradients only, once they are reduced."""
+        return self.policy.slices_gradients(self.ranks, last=self.accumulation == 1)
 
     @property
     def gradients(self) -> int:

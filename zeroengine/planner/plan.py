@@ -95,7 +95,7 @@ class Planner:
             steps = find_rule(layout.schedule).build(layout.pp, accumulation, layout.virtual_stages)
             schedule = check(whole_backward(steps) if layout.recompute else steps).schedule
         ranks = self._ranks(layout, settings)
-        described = [self._facts(rank, layout, settings) for rank in ranks]
+        described = [self._facts(rank, layout, settings, accumulation) for rank in ranks]
         chain = self._chain(layout, ranks)
         passes = chain.passes
         times, inside = stage_times(passes, mesh.degrees, job.hardware, job.dtype == "fp32", layout.ep)
@@ -137,9 +137,9 @@ class Planner:
             self._rehearsed[layout.micro] = rehearse(ranks, self.source, layout.micro, self.job.sequence)
         return self._rehearsed[layout.micro]
 
-    def _facts(self, rank: PaperRank, layout: Layout, settings: Config) -> tuple[list[BucketFacts], int]:
+    def _facts(self, rank: PaperRank, layout: Layout, settings: Config, accumulation: int) -> tuple[list[BucketFacts], int]:
         mesh, _ = paper_mesh(settings, self.job.ranks, rank.rank, layout.pp)
-        return rank.facts(torch.device(self.job.hardware.device), layout.accumulation(self.job), settings, mesh)
+        return rank.facts(torch.device(self.job.hardware.device), accumulation, settings, mesh)
 
     def _rank_plan(
         self, rank: PaperRank, facts: list[BucketFacts], loose: int, settings: Config, accumulation: int,

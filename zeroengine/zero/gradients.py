@@ -106,7 +106,7 @@ class BucketGradients:
 
     @property
     def whole(self) -> bool:
-        """They are kept whole in this step. A shard group of one rank has no smaller slice."""
+        """They are kept whole in this step."""
         return self._home is not None
 
     def _opened(self, last: bool = True) -> Tensor:
@@ -118,10 +118,9 @@ class BucketGradients:
         return self._open
 
     def _keeps_whole(self, last: bool) -> bool:
-        policy = self.bucket.policy
-        if policy.shard_grads or self._filled:
+        if self._filled:
             return False
-        return self.whole or not last or not policy.shard_state or self.bucket.layout.shards == 1
+        return self.whole or not self.bucket.policy.slices_gradients(self.bucket.layout.shards, last=last)
 
     def _at_home(self) -> Tensor:
         if self._home is None:

@@ -18,6 +18,11 @@ class Policy:
     shard_grads: bool
     shard_state: bool  # masters and optimizer state
 
+    def slices_gradients(self, ranks: int, *, last: bool) -> bool:
+        """Whether a rank has its slice alone of what is reduced, and no whole buffer. `last`: the reduction follows before other
+        micro-batches are added. A shard group of one (`ranks`) has no smaller slice."""
+        return self.shard_grads or (self.shard_state and last and ranks > 1)
+
 
 STAGES: dict[int, Policy] = {
     0: Policy(shard_params=False, shard_grads=False, shard_state=False),
