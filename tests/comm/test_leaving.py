@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -65,3 +66,33 @@ def test_a_store_that_answers_late_does_not_change_the_exit_code(seconds: float)
     finally:
         store.kill()
         store.join()
+
+
+# What was registered before the package was imported runs after what the package does at the end.
+NATIVE = """
+    import atexit, hashlib, sys, threading, time
+    long = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", int(sys.argv[1])), daemon=True)
+    atexit.register(lambda: print(long.is_alive(), time.monotonic() - begun))
+    import zeroengine.comm
+    long.start()
+    begun = time.monotonic()
+    sys.exit(7)
+"""
+
+
+def left(iterations: int) -> tuple[str, float]:
+    """Whether native code still ran when the interpreter went, and how long it waited."""
+    code = "\n".join(line[4:] for line in NATIVE.splitlines())
+    ended = subprocess.run([sys.executable, "-c", code, str(iterations)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 7, ended.stderr
+    alive, seconds = ended.stdout.split()
+    return alive, float(seconds)
+
+
+def test_a_thread_in_native_code_comes_back_before_the_interpreter_goes() -> None:
+    begun = time.process_time()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)
+    second = 200_000 / (time.process_time() - begun)
+    assert left(int(second * 0.1))[0] == "False"
+    alive, seconds = left(int(second * 8))
+    assert alive == "True" and seconds < 4.0  # one that goes on for long is not waited for

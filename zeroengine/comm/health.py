@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -24,6 +24,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from zeroengine.comm.lane import Lane
+from zeroengine.comm.leaving import leave_at_once
 from zeroengine.comm.status import PeerView, Status, Wait
 from zeroengine.comm.torch_calls import CallWatch, user_group_counts
 from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start
@@ -144,14 +145,12 @@ class Monitor:
             return list(self._lanes)
 
     def settle(self) -> None:
-        """Waits a moment for threads inside a collective before the interpreter goes (see `_leave_at_once`). The lowest
+        """Waits a moment for threads inside a collective before the interpreter goes (see `leaving`). The lowest
         ranks go first: their closed connections end the collectives of the others while those still wait."""
         deadline = time.monotonic() + _SETTLE_SECONDS * (1 + self.rank % 8)
         while self.busy() and time.monotonic() < deadline:
             time.sleep(0.02)
-        # A store that is slow to answer holds the thread in native code. Coming back from there into an interpreter
-        # that is being taken down would end this process with SIGABRT, whatever its exit code.
-        self._thread.join(_STORE_SECONDS)
+        self._thread.join(_STORE_SECONDS)  # a store that is slow to answer holds it in native code
 
     # -- what is known of others ------------------------------------------------------------------------------------
 
@@ -314,7 +313,7 @@ def install_hooks(monitor: Monitor) -> None:
             monitor.record_end("failed", text, isinstance(error, RankError))
         previous(kind, error, trace)
         if os.getpid() == pid and (monitor.busy() or isinstance(error, RankError)):
-            _leave_at_once(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            leave_at_once(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def bye() -> None:
         if os.getpid() == pid:
@@ -323,18 +322,3 @@ def install_hooks(monitor: Monitor) -> None:
 
     sys.excepthook = hook
     atexit.register(bye)
-
-
-def _leave_at_once(code: int) -> None:
-    """Ends the process after an uncaught error while a thread is in a collective that will not end, or just left one whose
-    group is broken.
-
-    The thread cannot be interrupted: Gloo has no abort. If its peer closes the connection while the interpreter is
-    being taken down, the thread comes back into an interpreter that is no more and ends the process with SIGABRT
-    instead of the exit code. So what an ordinary exit would run is run here, and the rest is left out.
-    """
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):
-            stream.flush()
-    os._exit(code)

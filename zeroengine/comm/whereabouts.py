@@ -104,9 +104,19 @@ def process_is_stopped(pid: int) -> bool:
     return bool(fields) and fields[0] in ("T", "t")
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat from the state on (the name before it may contain anything)."""
+def other_threads_run() -> bool:
+    """Whether a thread of this process but the calling one has work to do, native threads too. False where there is no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        threads = os.listdir("/proc/self/task")
+    except OSError:
+        return False
+    own = str(threading.get_native_id())
+    return any(_stat(f"self/task/{thread}")[:1] in (["R"], ["D"]) for thread in threads if thread != own)
+
+
+def _stat(process: int | str) -> list[str]:
+    """Fields of /proc/<process>/stat from the state on (the name before it may contain anything)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
