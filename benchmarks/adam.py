@@ -1,6 +1,7 @@
 """`python -m benchmarks.adam`: how fast an AdamW step moves memory, ours beside torch's and DeepSpeed's, and a plain copy.
 
-Every implementation is a process that stays alive; they take turns, round by round, and each round is compared with itself.
+Every implementation is a process; they take turns, round by round, and each round is compared with itself. Which pages of memory a
+process gets decides a tenth of its speed and stays as it is while it lives: so all are launched several times.
 An AdamW step in fp32 reads four numbers a parameter and writes three (28 bytes); a copy reads one and writes one (8 bytes).
 """
 
@@ -39,7 +40,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--elements", type=positive, default=16_000_000, help="parameters in all (default: 16 million)")
     parser.add_argument("--tensors", type=positive, default=16, help="tensors they are divided into (default: 16)")
     parser.add_argument("--threads", type=positive, default=1, help="threads of each implementation (default: 1)")
-    parser.add_argument("--rounds", type=positive, default=15, help="turns of each (default: 15)")
+    parser.add_argument("--launches", type=positive, default=7, help="times that each is started (default: 7)")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each in a launch (default: 3)")
     parser.add_argument("--steps", type=positive, default=3, help="steps a turn (default: 3)")
     parser.add_argument("--deepspeed-python", default=sys.executable, help="an interpreter that has DeepSpeed")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds for one turn (default: 300)")
@@ -53,22 +55,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     skipped: dict[str, str] = {}
     rates: dict[str, list[float]] = {}
     facts: dict[str, Any] = {}
-    with ExitStack() as stack:
-        groups: dict[str, WorkerGroup] = {}
-        for name in SYSTEMS:
-            say(f"starting {name}")
-            try:
-                groups[name] = stack.enter_context(_start(name, options))
-            except (Unavailable, WorkerFailed, OSError) as error:  # OSError: no such interpreter
-                skipped[name] = str(error)
-                continue
-            facts[name] = groups[name].facts[0]
-            groups[name].ask({"steps": options.steps})  # state is made, pages are touched
-            rates[name] = []
-        for turn in range(options.rounds):
-            for name in rotated(list(groups), turn):
-                answer = groups[name].ask({"steps": options.steps})[0]
-                rates[name].append(answer["bytes"] / answer["seconds"])
+    for launch in range(options.launches):
+        say(f"launch {launch + 1} of {options.launches}")
+        with ExitStack() as stack:
+            groups: dict[str, WorkerGroup] = {}
+            for name in SYSTEMS:
+                if name in skipped:
+                    continue
+                try:
+                    groups[name] = stack.enter_context(_start(name, options))
+                except (Unavailable, WorkerFailed, OSError) as error:  # OSError: no such interpreter
+                    skipped[name] = str(error)
+                    continue
+                facts[name] = groups[name].facts[0]
+                groups[name].ask({"steps": options.steps})  # state is made, pages are touched
+            for turn in range(options.rounds):
+                for name in rotated(list(groups), turn + launch):
+                    answer = groups[name].ask({"steps": options.steps})[0]
+                    rates.setdefault(name, []).append(answer["bytes"] / answer["seconds"])
     return {"rates": rates, "skipped": skipped, "facts": facts}
 
 

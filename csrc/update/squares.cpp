@@ -25,23 +25,37 @@ double fold(double* values, int64_t n) {
     return values[0];
 }
 
+constexpr int kLanes = 8;
+typedef float Floats __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef double Doubles __attribute__((vector_size(kLanes * 8)));
+
+// What `fold` would leave of the squares in every lane, in registers: vectors j, j + kStride, j + 2 * kStride, ... of a
+// block.
+template <int kStride>
+inline Doubles squares_of(const float* x, int j) {
+    if constexpr (kStride * kLanes == kBlock) {
+        const Doubles wide = __builtin_convertvector(*reinterpret_cast<const Floats*>(x + j * kLanes), Doubles);
+        return wide * wide;
+    } else {
+        return squares_of<2 * kStride>(x, j) + squares_of<2 * kStride>(x, j + kStride);
+    }
+}
+
 double square_block(const float* x, int64_t n, int64_t* bad) {
-    constexpr int64_t kHalf = kBlock / 2;
     alignas(64) float padded[kBlock];
-    alignas(64) double sums[kHalf];
     if (n < kBlock) {
         memcpy(padded, x, size_t(n) * 4);
         memset(padded + n, 0, size_t(kBlock - n) * 4);
         x = padded;
     }
-    int32_t found = 0;
+    int32_t found =
+        0;  // in the order of the memory, which is faster to read so; then the block is in the nearest cache
     for (int64_t i = 0; i < kBlock; ++i) found += (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u;
-    for (int64_t i = 0; i < kHalf; ++i) {
-        const double low = x[i], high = x[i + kHalf];
-        sums[i] = low * low + high * high;
-    }
     *bad = found;
-    return fold(sums, kHalf);
+    Doubles sums = squares_of<1>(x, 0);
+    double lanes[kLanes];
+    memcpy(lanes, &sums, sizeof lanes);
+    return fold(lanes, kLanes);
 }
 
 }  // namespace

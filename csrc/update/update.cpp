@@ -11,12 +11,15 @@ namespace {
 
 using namespace ze;
 
+constexpr int64_t kLine = 16;          // elements of a cache line
+constexpr int64_t kAhead = 4 * kLine;  // read into the cache before their turn: more streams than a processor follows
+
 template <class Rule>
 void apply(int64_t n, float* __restrict p, const float* __restrict g, float* __restrict a, float* __restrict b,
            float* __restrict c, const Hypers& given, float scale) {
     const Hypers h = given;  // in registers
     float none = 0.0f;
-    for (int64_t i = 0; i < n; ++i) {
+    const auto one = [&](int64_t i) {
         if constexpr (Rule::kStates == 3) {
             Rule::apply(p[i], g[i] * scale, a[i], b[i], c[i], h);
         } else if constexpr (Rule::kStates == 2) {
@@ -26,7 +29,17 @@ void apply(int64_t n, float* __restrict p, const float* __restrict g, float* __r
         } else {
             Rule::apply(p[i], g[i] * scale, none, none, none, h);
         }
+    };
+    int64_t i = 0;
+    for (; i + kLine <= n; i += kLine) {
+        __builtin_prefetch(p + i + kAhead, 1);
+        __builtin_prefetch(g + i + kAhead);
+        if constexpr (Rule::kStates > 0) __builtin_prefetch(a + i + kAhead, 1);
+        if constexpr (Rule::kStates > 1) __builtin_prefetch(b + i + kAhead, 1);
+        if constexpr (Rule::kStates > 2) __builtin_prefetch(c + i + kAhead, 1);
+        for (int64_t k = i; k < i + kLine; ++k) one(k);
     }
+    for (; i < n; ++i) one(i);
 }
 
 template <class Rule>

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +19,17 @@ _PIECE = {"cpu": 1 << 16}
 _PIECE_ELSEWHERE = 1 << 24
 
 
-def update(rule: Rule, segments: Sequence[Segment], scale: float | Tensor = 1.0) -> None:
+def update_library(device: torch.device) -> ctypes.CDLL | None:
+    """What updates natively on `device`. The answer follows the environment, which takes a while to read beside a step."""
+    return choose("update", device).dll
+
+
+def update(
+    rule: Rule,
+    segments: Sequence[Segment],
+    scale: float | Tensor = 1.0,
+    library: Callable[[torch.device], ctypes.CDLL | None] = update_library,
+) -> None:
     """One optimizer step of `rule`: multiplies gradients by `scale`, updates parameters and states in place, and writes the
     new parameters, rounded, to the copies. Gradients are not changed.
 
@@ -26,6 +37,7 @@ def update(rule: Rule, segments: Sequence[Segment], scale: float | Tensor = 1.0)
         segments: (parameter, gradient, states, copy or None, hypers). The tensors of one segment have one shape and one
             device. Parameters, gradients and copies: fp32, bf16, fp16 or fp64; states fp32 (fp64 with fp64 parameters).
         scale: a number, or a 0-dim tensor; one on a GPU is read there, without waiting for it.
+        library: `update_library`, or what remembers its answers.
 
     An element's new bits depend on its own values, `scale` and the hypers only: not on where it lies in memory, in which
     segment, or which implementation runs.
@@ -34,7 +46,7 @@ def update(rule: Rule, segments: Sequence[Segment], scale: float | Tensor = 1.0)
     for segment in segments:
         by_device.setdefault(segment[0].device, []).append(segment)
     for device, those in by_device.items():
-        dll = choose("update", device).dll
+        dll = library(device)
         fast: list[Segment] = []
         for segment in those:
             if dll is not None and _takes(segment):
@@ -97,16 +109,16 @@ def _tensors(segment: Segment) -> Iterator[Tensor]:
 def _takes(segment: Segment) -> bool:
     """Whether the native loop may have a segment: it trusts sizes and types. The twin takes the rest, or says what is wrong."""
     param, grad, states, copy, _ = segment
-    n, device = param.numel(), param.device
-    if param.dtype not in KINDS or grad.dtype not in KINDS or not param.is_contiguous() or not grad.is_contiguous():
+    n, device, beside = param.numel(), param.device, (grad,) if copy is None else (grad, copy)
+    if param.dtype not in KINDS or not param.is_contiguous():
         return False
-    if grad.numel() != n or grad.device != device:
-        return False
-    for state in states:
-        fits = state.dtype is torch.float32 and state.numel() == n and state.device == device and state.is_contiguous()
-        if not fits:
+    for t in beside:
+        if t.dtype not in KINDS or t.numel() != n or t.device != device or not t.is_contiguous():
             return False
-    return copy is None or (copy.dtype in KINDS and copy.numel() == n and copy.device == device and copy.is_contiguous())
+    for t in states:
+        if t.dtype is not torch.float32 or t.numel() != n or t.device != device or not t.is_contiguous():
+            return False
+    return True
 
 
 def _fits(tensors: Iterable[Tensor]) -> bool:

@@ -50,6 +50,7 @@ def update(dll: ctypes.CDLL, rule: Rule, segments: Sequence[Segment], scale: flo
     """One step of `rule` for all segments, which lie on one device and are what `fits` accepts."""
     table, numbers, rows = _Table(8), array("f"), dict[Numbers, int]()
     last, row = None, 0
+    spare = (0,) * (3 - rule.states)
     for param, grad, states, copy, hypers in segments:
         if hypers is not last:
             last, row = hypers, rows.setdefault(hypers, len(rows))
@@ -60,8 +61,7 @@ def update(dll: ctypes.CDLL, rule: Rule, segments: Sequence[Segment], scale: flo
         if copy is not None:
             kinds |= KINDS[copy.dtype] << 16
             to = copy.data_ptr()
-        held = [s.data_ptr() for s in states] + [0] * (3 - len(states))
-        table.add(param.data_ptr(), grad.data_ptr(), *held, to, param.numel(), kinds)
+        table.add(param.data_ptr(), grad.data_ptr(), *[s.data_ptr() for s in states], *spare, to, param.numel(), kinds)
     hypers_at = ctypes.c_void_p(numbers.buffer_info()[0])
     device = segments[0][0].device
     factor = _Scale(scale, device)

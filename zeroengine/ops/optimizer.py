@@ -45,8 +45,9 @@ def _alike(p: Tensor, t: Tensor) -> bool:
 
 
 def _fits(p: Tensor, grad: Tensor) -> bool:
-    strided = p.layout is torch.strided and grad.layout is torch.strided
-    return strided and p.is_floating_point() and grad.is_floating_point() and _alike(p, grad)
+    if p.layout is not torch.strided or grad.layout is not torch.strided or p.shape != grad.shape or p.device != grad.device:
+        return False
+    return p.is_floating_point() and grad.is_floating_point()
 
 
 def _count(step: Tensor) -> float:
@@ -108,8 +109,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 hypers = known[id(group), mark] = self._hypers(group, mark)
             work.setdefault(rule, []).append((p, grad, states, copy, hypers))
         for rule, segments in work.items():
-            flat.update(rule, segments, grad_scale)
+            flat.update(rule, segments, grad_scale, self._library)
         return loss
+
+    def _library(self, device: torch.device) -> ctypes.CDLL | None:
+        known: dict[torch.device, ctypes.CDLL | None] = self.__dict__.setdefault("_libraries", {})
+        if device not in known:
+            known[device] = flat.update_library(device)
+        return known[device]
 
     def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
         """The rule of `p` in this step and its states, which are made if need be."""
@@ -123,11 +130,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _ready(self, group: Group, p: Tensor) -> tuple[Rule, list[Tensor], Tensor | None, bool]:
         """The rule, the states, the count of steps where there is one, and whether the parameter had no state."""
         state = self.state.get(p, {})
-        fresh = all(value is None for value in state.values())
+        step = state.get("step") if self.counted else None
+        fresh = step is None and all(value is None for value in state.values())
         rule, states = self._prepare(group, p, state)
-        step = None
         if self.counted:
-            step = state.get("step")
             if type(step) is not Tensor or step.dtype is not torch.float32 or step.dim() or not step.is_cpu:
                 step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32, device="cpu")
         if fresh and state:

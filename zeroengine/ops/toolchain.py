@@ -68,7 +68,11 @@ def cpu_features() -> tuple[str, ...]:
 
 def this_machine() -> Target:
     """For code that stays on this machine."""
-    return Target(("-mcpu=native",) if platform.machine() in ("aarch64", "arm64") else ("-march=native",))
+    if platform.machine() in ("aarch64", "arm64"):
+        return Target(("-mcpu=native",))
+    # Compilers keep to half the width where whole vectors compute no faster. They move memory faster.
+    wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features() else ()
+    return Target(("-march=native", *wide))
 
 
 def portable() -> Target:
