@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+import io
+import mmap
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.ops.toolbox import advised, needs_large_pages
 from zeroengine.ops import FusedAdam
-from zeroengine.ops.pages import in_large_pages, large_page
+from zeroengine.ops.pages import large_page, zeros_like
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @needs_large_pages
-def test_moments_lie_on_large_pages() -> None:
-    p = nn.Parameter(torch.ones(large_page()))  # four large pages
+@pytest.mark.parametrize("elements", [1 << 14, 1_000_000, 9_000_000])
+def test_moments_lie_on_large_pages(elements: int) -> None:
+    p = nn.Parameter(torch.ones(elements))
     p.grad = torch.ones_like(p)
     optimizer = FusedAdam([p], lr=0.5)
     optimizer.step()
     for name in ("exp_avg", "exp_avg_sq"):
         state = optimizer.state[p][name]
-        assert advised(state.data_ptr() + state.nbytes // 2)
+        assert all(advised(state.data_ptr() + at) for at in (0, state.nbytes // 2, state.nbytes - 1))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (70_000,), (300, 257), (5, 100, 200)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_they_are_zeros_of_the_same_layout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for like in (torch.ones(shape, dtype=torch.bfloat16), torch.ones(shape).mT if len(shape) > 1 else torch.ones(shape)):
+        made, wanted = zeros_like(like, dtype), torch.zeros_like(like, dtype=dtype)
+        assert made.dtype is dtype and made.shape == like.shape and made.stride() == wanted.stride()
+        assert torch.equal(made, wanted) and not made.requires_grad and not made._is_view()
+        assert made.data_ptr() % 64 == 0
+
+
+def test_each_has_a_storage_of_its_own() -> None:
+    like = torch.ones(50_001)
+    made = [zeros_like(like, torch.float32) for _ in range(9)]
+    for i, t in enumerate(made):
+        t.fill_(i)
+    assert all(bool((t == i).all()) for i, t in enumerate(made))
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in made)
+    file = io.BytesIO()
+    torch.save(made[3], file)
+    assert file.tell() < 2 * like.nbytes
+    assert torch.equal(torch.load(io.BytesIO(file.getvalue())), made[3])
 
 
 @needs_large_pages
-@pytest.mark.parametrize("offset", [0, 4, 4096])
-@pytest.mark.parametrize("pages", [0, 1, 3])
-def test_only_whole_pages_inside_are_asked_for(offset: int, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+@pytest.mark.parametrize("mib", [3, 20])
+def test_what_is_freed_goes_back_at_once(mib: int) -> None:
+    like = torch.empty(mib * MIB // 4)
+    before = resident()
+    made: list[Tensor | None] = [zeros_like(like, torch.float32).fill_(1.0) for _ in range(8)]
+    assert resident() - before >= 8 * mib * MIB
+    kept = resident()
+    for i in range(0, 8, 2):
+        made[i] = None  # between others that stay
+    assert kept - resident() >= 4 * mib * MIB - 64 * mmap.PAGESIZE
+    assert all(t.min() == t.max() == 1.0 for t in made if t is not None)
+    made.clear()
+    assert resident() - before < large_page() + 64 * mmap.PAGESIZE
 
-    class Libc:
-        def __init__(self, name: None) -> None:
-            pass
 
-        def madvise(self, address: Any, size: Any, advice: Any) -> int:
-            asked.append((address.value, address.value + size.value))
-            return -1
+def test_where_the_system_refuses_torch_gives_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
 
-    size = large_page()
-    memory = torch.empty((pages + 2) * size, dtype=torch.uint8)
-    at = -memory.data_ptr() % size + offset
-    t = memory[at : at + pages * size + 8]
-    monkeypatch.setattr(ctypes, "CDLL", Libc)
-    assert in_large_pages(t) is t
-    whole = pages - (1 if offset else 0)
-    assert sum(end - begin for begin, end in asked) == max(0, whole) * size
-    assert all(t.data_ptr() <= begin and end <= t.data_ptr() + t.nbytes and begin % size == 0 for begin, end in asked)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    made = zeros_like(torch.ones(9_000_000), torch.float32)
+    assert made.shape == (9_000_000,) and not made.any()

@@ -12,7 +12,7 @@ from torch import Tensor
 from zeroengine.errors import ConfigError
 from zeroengine.ops import flat
 from zeroengine.ops.native import Segment
-from zeroengine.ops.pages import in_large_pages
+from zeroengine.ops.pages import zeros_like
 from zeroengine.ops.rules import Numbers, Rule
 
 Group = dict[str, Any]
@@ -153,7 +153,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _zeros(p: Tensor, fill: float = 0.0) -> Tensor:
-        return in_large_pages(torch.empty_like(p, dtype=state_dtype(p), memory_format=torch.preserve_format)).fill_(fill)
+        zeros = zeros_like(p, state_dtype(p))
+        return zeros.fill_(fill) if fill else zeros
 
     def _fixed(self) -> dict[str, Any]:
         """What a subclass fixes for all groups; groups of another kind are not loaded into it."""

@@ -1,16 +1,23 @@
-"""Large pages under tensors that are read and written from end to end."""
+"""Large pages under tensors that are read and written from end to end: an optimizer step is as fast as memory is, and that stops
+at the end of every page."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+_SMALL = 1 << 16  # bytes below which a tensor is torch's: few of them, or none of them matters
+_CHUNK = 32 << 20
+_LINE = 64
 
-@functools.cache
+
 def large_page() -> int:
     """Bytes of a large page; 0 where the system has none that a process may ask for."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -21,13 +28,56 @@ def large_page() -> int:
         return 0
 
 
-def in_large_pages(t: Tensor) -> Tensor:
-    """`t`, which nobody has written yet, on large pages where the system gives them: an optimizer step is as fast as memory is, and
-    that stops at the end of every page. Only those that lie in `t` as a whole are asked for: it takes no more memory than without."""
-    size = large_page() if type(t) is Tensor and t.is_cpu else 0
-    if size:
-        first = -(-t.data_ptr() // size) * size
-        last = (t.data_ptr() + t.nbytes) // size * size
-        if first < last:  # a refusal leaves small pages
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_HUGEPAGE))
-    return t
+class _Chunk:
+    """Memory from which pieces are cut one after another. It takes pages as they are written, and is gone with its last piece."""
+
+    def __init__(self, size: int, page: int) -> None:
+        self._memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._next = -address % page
+        self._end = self._next + size
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def cut(self, size: int) -> ctypes.Array[ctypes.c_char] | None:
+        """`size` bytes of zeros, given back to the system when nobody holds them; None where they do not fit."""
+        begin, end = self._next, self._next + size
+        if end > self._end:
+            return None
+        self._next = -(-end // _LINE) * _LINE
+        kind: Any = type("Piece", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
+        piece: ctypes.Array[ctypes.c_char] = kind.from_buffer(self._memory, begin)
+        first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            weakref.finalize(piece, self._memory.madvise, mmap.MADV_DONTNEED, first, last - first).atexit = False
+        return piece
+
+
+_chunk: _Chunk | None = None
+_lock = threading.Lock()
+
+
+def zeros_like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the shape, strides and device of `t`; on a CPU in large pages, where the system has them."""
+    size = t.numel() * dtype.itemsize
+    if type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and size >= _SMALL and (page := large_page()):
+        try:
+            piece = _cut(size, page)
+        except OSError:  # a limit of the process; torch's allocator has more to say, if it meets it too
+            piece = None
+        if piece is not None:
+            memory = torch.frombuffer(piece, dtype=dtype).untyped_storage()
+            strides = torch.empty_like(t, dtype=dtype, device="meta", memory_format=torch.preserve_format).stride()
+            return torch.empty(0, dtype=dtype).set_(memory, 0, t.shape, strides)
+    return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _cut(size: int, page: int) -> ctypes.Array[ctypes.c_char] | None:
+    global _chunk
+    if size > _CHUNK // 2:
+        return _Chunk(size, page).cut(size)
+    with _lock:
+        piece = None if _chunk is None else _chunk.cut(size)
+        if piece is None:
+            _chunk = _Chunk(_CHUNK, page)
+            piece = _chunk.cut(size)
+    return piece
