@@ -30,7 +30,16 @@ def test_moments_lie_on_large_pages(elements: int) -> None:
     optimizer.step()
     for name in ("exp_avg", "exp_avg_sq"):
         state = optimizer.state[p][name]
-        assert all(advised(state.data_ptr() + at) for at in (0, state.nbytes // 2, state.nbytes - 1))
+        end = state.nbytes if state.nbytes < 16 * MIB else state.nbytes // large_page() * large_page()
+        assert all(advised(state.data_ptr() + at) for at in (0, end // 2, end - 1))
+
+
+@needs_large_pages
+def test_they_take_no_more_memory_than_small_pages() -> None:
+    like = torch.empty(20 * MIB // 4 + 5)
+    before = resident()
+    made = [zeros_like(like, torch.float32).fill_(1.0) for _ in range(4)]
+    assert resident() - before < sum(t.nbytes for t in made) + 64 * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (70_000,), (300, 257), (5, 100, 200)])

@@ -29,6 +29,8 @@ class Held:
 class Heap:
     """The allocator; torch has it once it is installed."""
 
+    serves = False  # whether torch has one, as far as this class was asked
+
     def __init__(self, dll: ctypes.CDLL) -> None:
         self._dll = dll
 
@@ -39,11 +41,13 @@ class Heap:
         answer = self._dll.ze_heap_install(ctypes.c_int64(size))
         if answer > 0:
             raise OSError(answer, os.strerror(answer))
-        return answer != _OTHER
+        Heap.serves = answer != _OTHER
+        return Heap.serves
 
     def uninstall(self) -> None:
         """Gives torch its own allocator back, unless it was given another one since."""
         self._dll.ze_heap_uninstall()
+        Heap.serves = False
 
     def trim(self) -> None:
         """Gives whole pages of free blocks back to the system."""

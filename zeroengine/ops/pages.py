@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroengine.ops.heap import Heap
+
 _SMALL = 1 << 16  # bytes below which a tensor is torch's: few of them, or none of them matters
 _CHUNK = 32 << 20
 _LINE = 64
@@ -36,7 +38,8 @@ class _Chunk:
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._next = -address % page
         self._end = self._next + size
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        if whole := size // page * page:  # one more would be taken whole for its first bytes
+            self._memory.madvise(mmap.MADV_HUGEPAGE, self._next, whole)
 
     def cut(self, size: int) -> ctypes.Array[ctypes.c_char] | None:
         """`size` bytes of zeros, given back to the system when nobody holds them; None where they do not fit."""
@@ -57,9 +60,11 @@ _lock = threading.Lock()
 
 
 def zeros_like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the shape, strides and device of `t`; on a CPU in large pages, where the system has them."""
+    """Zeros of the shape, strides and device of `t`; on a CPU in large pages, where the system has them: those of torch's heap in
+    an engine (`ops/heap.py`), or else such as are mapped here."""
     size = t.numel() * dtype.itemsize
-    if type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and size >= _SMALL and (page := large_page()):
+    mapped = type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and size >= _SMALL and not Heap.serves
+    if mapped and (page := large_page()):
         try:
             piece = _cut(size, page)
         except OSError:  # a limit of the process; torch's allocator has more to say, if it meets it too
