@@ -47,6 +47,12 @@ def test_smaller_micro_batches_make_the_same_batch(micro: int, accumulation: int
     assert (found.text, found.saves) == (words, (micro - fewer) * MIB) and fewer * times == micro * accumulation
 
 
+@pytest.mark.parametrize(("several", "saves"), [(0, 32 * MIB), (30 * MIB, 2 * MIB), (32 * MIB, None), (40 * MIB, None)])
+def test_what_several_micro_batches_keep_counts_against_them(several: int, saves: int | None) -> None:
+    found = [r for r in remedies(layout(accumulation=1, several=several), {}, 64 * MIB) if "micro_batch" in r.text]
+    assert [r.saves for r in found] == ([] if saves is None else [saves])
+
+
 def test_remedies_that_cannot_help_are_not_named() -> None:
     texts = [r.text for r in remedies(layout(stage=3, at_stage={}, micro=1, state_at="cpu", params_at="cpu"), {}, 0)]
     assert len(texts) == 1
@@ -124,4 +130,7 @@ def test_errors_of_the_allocator_name_the_key_to_change(tmp_path: Path) -> None:
         assert found["other"][0] == "RuntimeError" and found["steps"] == 1
         snapshot = json.loads((tmp_path / f"out-of-memory-{rank}.json").read_text())
         assert snapshot["phase"] == "backward" and snapshot["remedies"] and snapshot["largest_buckets"][0]["bytes"] > 0
+        (fewer,) = [r["saves"] for r in snapshot["remedies"] if "train_micro_batch_size_per_gpu" in r["change"]]
+        beyond = snapshot["resident"] + 2**50 - sum(snapshot["held"].values())
+        assert beyond // 2 - fewer == snapshot["planned"]["gradients"] > 0  # the other half of them, with several micro-batches
         assert snapshot["planned"]["optimizer"] == snapshot["held"]["optimizer"] or not snapshot["held"]["optimizer"]

@@ -55,11 +55,14 @@ def explain_exhaustion(engine: ReportMethods, phase: str, error: BaseException) 
         return None
     zero, folder = engine.settings.zero_optimization, engine.settings.monitor.run_dir
     device, buckets = engine.mesh.fabric.device, engine.mechanism.buckets
-    planned = engine.module, engine.mechanism, engine.batch.accumulation, zero
+    accumulation = engine.batch.accumulation
+    planned = report.planned_in_step(engine.module, engine.mechanism, accumulation, zero)
+    several = report.planned_in_step(engine.module, engine.mechanism, max(accumulation, 2), zero)
     layout = Layout(
-        zero.stage, engine.mesh.fabric.world_size, engine.batch.micro, engine.batch.accumulation, zero.offload_param.device,
-        zero.offload_optimizer.device, device.type != "cpu", report.planned_in_step(*planned), report.planned_at_stages(*planned),
-        engine.predictions().get("others", ()),
+        zero.stage, engine.mesh.fabric.world_size, engine.batch.micro, accumulation, zero.offload_param.device,
+        zero.offload_optimizer.device, device.type != "cpu", planned,
+        report.planned_at_stages(engine.module, engine.mechanism, accumulation, zero), engine.predictions().get("others", ()),
+        sum(several.values()) - sum(planned.values()),
     )  # fmt: skip
     largest = sorted(((b.subject, b.layout.padded * b.dtype.itemsize) for b in buckets), key=lambda x: -x[1])[:_LARGEST]
     held = report.measured_memory(engine.module, engine.mechanism)

@@ -43,6 +43,7 @@ class Layout:
     planned: Mapping[str, int]
     at_stage: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     others: Sequence[Mapping[str, Any]] = ()
+    several: int = 0  # bytes that a rank holds more where a step has several micro-batches and not one
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ def remedies(layout: Layout, held: Mapping[str, int], beyond: int) -> list[Remed
         samples = layout.accumulation * layout.micro  # of a rank in a step: they stay as many
         fewer = max(n for n in range(1, layout.micro // 2 + 1) if samples % n == 0)
         change = f"train_micro_batch_size_per_gpu: {fewer} (now {layout.micro}) with gradient_accumulation_steps: {samples // fewer}"
-        found.append(Remedy(f"{change}, the same batch", max(beyond, 0) * (layout.micro - fewer) // layout.micro or None))
+        saved = max(beyond, 0) * (layout.micro - fewer) // layout.micro
+        if not saved or saved > layout.several:
+            found.append(Remedy(f"{change}, the same batch", saved - layout.several if saved else None))
     found.sort(key=lambda r: -(r.saves or 0))
     found += [
         Remedy(f"{o['layout']}, of zerorun plan: {in_bytes(o['memory'])} in all, {in_seconds(o['seconds'])} a step", None)
