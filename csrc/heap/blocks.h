@@ -1,4 +1,5 @@
-// Blocks of one range of memory: best fit, free neighbours become one, and which pages of free blocks have memory.
+// Blocks of one range of memory: best fit from both ends, free neighbours become one, and which pages of free blocks
+// have memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +13,8 @@
 
 namespace ze::heap {
 
-constexpr size_t kLine = 64;  // alignment of blocks, as torch's
+constexpr size_t kLine = 64;        // alignment of blocks, as torch's
+constexpr size_t kUpper = 1 << 20;  // blocks from this size on lie at the upper end of the hole that they are cut from
 
 inline size_t up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 inline size_t down(size_t n, size_t unit) { return n / unit * unit; }
@@ -96,22 +98,27 @@ class Blocks {
     }
 
     // A block of `size` bytes or null. The smallest free block that is large enough, the first of several, and
-    // the one at the end only if there is no other: what lies low is used again before anything above it. Throws
+    // the one at the end only if there is no other: what lies low is used again before anything above it. Blocks of
+    // kUpper and more are cut from the upper end of a hole and smaller ones from the lower end, so that a small one
+    // that stays does not cut through what a large one leaves; at the end all are cut from the lower one. Throws
     // std::bad_alloc, and has taken nothing then.
     char* take(size_t size) {
         auto fit = fits_.lower_bound({size, 0});
         if (fit == fits_.end()) return nullptr;
-        if (fit->second + fit->first == bytes_ && std::next(fit) != fits_.end()) ++fit;
-        const size_t offset = fit->second, rest = fit->first - size;
+        if (ends(*fit) && std::next(fit) != fits_.end()) ++fit;
+        const size_t begin = fit->second, rest = fit->first - size;
+        const bool upper = size >= kUpper && !ends(*fit);
+        const size_t offset = upper ? begin + rest : begin;
         bare_.remove(down(offset, page_), up(offset + size, page_));
         if (rest != 0) {
-            const auto other = fits_.emplace(rest, offset + size).first;
+            const auto other = fits_.emplace(rest, upper ? begin : offset + size).first;
             try {
-                blocks_.emplace(offset + size, Block{rest, true, {}});
+                blocks_.emplace(upper ? offset : offset + size, Block{upper ? size : rest, true, {}});
             } catch (...) {
                 fits_.erase(other);
                 throw;
             }
+            if (upper) blocks_.find(begin)->second.size = rest;
         }
         Block& block = blocks_.find(offset)->second;
         block.size = size;
@@ -162,6 +169,8 @@ class Blocks {
         Fits::node_type place;  // of a block in use: what puts it among the free ones again
     };
     using Map = std::map<size_t, Block>;  // by offset; one ends where the next begins
+
+    bool ends(const std::pair<size_t, size_t>& fit) const { return fit.second + fit.first == bytes_; }
 
     void swallow(Map::iterator at, Map::iterator next) {
         fits_.erase({next->second.size, next->first});

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from tests.engine.models import TinyLM, config, tokens
+from tests.engine.models import VOCABULARY, TinyLM, config, tokens
 from tests.ranks import run_ranks
 
 
@@ -90,3 +92,37 @@ def test_the_number_of_micro_batches_may_change() -> None:
     assert runs[0] == runs[1] and runs[2] == runs[3]
     for one, other in zip(runs[0], runs[2], strict=True):
         assert one == pytest.approx(other, rel=1e-5)
+
+
+def _tied(rank: int, world: int, stage: int, dtype: str, in_place: bool) -> tuple[list[float], set[tuple[str, ...]]]:
+    """Losses, and how the gradients of the tied weight were added up in the backwards."""
+    import zeroengine
+
+    torch.manual_seed(0)
+    changes: dict[str, Any] = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    with contextlib.nullcontext() if in_place else mock.patch("zeroengine.engine.mechanism.add_in_place", lambda module: ()):
+        engine, *_ = zeroengine.initialize(model=TinyLM(), config=config(stage, gradient_accumulation_steps=3, **changes))
+    weight, losses, sums = [VOCABULARY, 17], [], set()
+    for step in range(2):
+        for micro in range(3):
+            loss = engine(*tokens(step, micro, rank))
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+                torch.autograd.backward(loss) if micro == 1 else engine.backward(loss)
+            found = (e for e in profile.events() if e.name in ("aten::add", "aten::add_") and e.input_shapes[:2] == [weight, weight])
+            # What is added up over micro-batches is added by the engine's hook.
+            sums.add(tuple(e.name for e in found if e.cpu_parent is None or "AccumulateGrad" not in e.cpu_parent.name))
+            engine.step()
+            losses.append(loss.item())
+    model = engine.module
+    engine.destroy()
+    assert not any(m._forward_hooks for m in model.modules())
+    return losses, sums
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_a_tied_weight_are_added_up_in_place(stage: int, dtype: str) -> None:
+    with_it, without = (run_ranks(_tied, 2, stage, dtype, on, timeout=120) for on in (True, False))
+    for (losses, sums), (same, others) in zip(with_it, without, strict=True):
+        assert losses == same and len(set(losses)) == 6
+        assert sums == {("aten::add_",)} and others == {("aten::add",)}

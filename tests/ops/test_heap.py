@@ -110,7 +110,11 @@ class Model:
         assert ctypes.string_at(tensor.data_ptr(), tensor.numel()) == bytes([value]) * tensor.numel()
 
 
-SIZES = st.one_of(st.sampled_from([0, 1, SMALLEST - 1, SMALLEST, SMALLEST + 1, 2 * SMALLEST]), st.integers(0, 40 * PAGE))
+SIZES = st.one_of(
+    st.sampled_from([0, 1, SMALLEST - 1, SMALLEST, SMALLEST + 1, 2 * SMALLEST]),
+    st.integers(0, 40 * PAGE),
+    st.sampled_from([MIB - LINE, MIB, MIB + 1, 2 * MIB]),
+)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("make"), SIZES, st.integers(0, 255)),
@@ -160,6 +164,30 @@ def _holes(rank: int, world: int) -> None:
 
 def test_a_hole_serves_its_own_size_again() -> None:
     run_ranks(_holes, 1)
+
+
+def _ends_of_a_hole(rank: int, world: int) -> None:
+    heap = installed()
+    first, hole, last = (torch.empty(n, dtype=torch.uint8) for n in (2 * MIB, 5 * MIB, 2 * MIB))
+    assert first.data_ptr() < hole.data_ptr() < last.data_ptr()  # at the end of all, large ones lie low, too
+    at, kept = hole.data_ptr(), heap.held().kept
+    del hole
+    small = [torch.empty(n, dtype=torch.uint8) for n in (SMALLEST, MIB - LINE)]
+    large = [torch.empty(n, dtype=torch.uint8) for n in (MIB, MIB + LINE)]
+    for _ in range(2):
+        assert [t.data_ptr() - at for t in small] == [0, SMALLEST]
+        assert [t.data_ptr() - at for t in large] == [4 * MIB, 3 * MIB - LINE]
+        large[1] = torch.empty(0)  # becomes one with what is free below
+        large[1] = torch.empty(MIB + LINE, dtype=torch.uint8)
+    rest = torch.empty(2 * MIB - SMALLEST, dtype=torch.uint8)  # all that is left in between
+    assert rest.data_ptr() == at + MIB - LINE + SMALLEST
+    large.clear()
+    both = torch.empty(2 * MIB + LINE, dtype=torch.uint8)
+    assert both.data_ptr() == at + 3 * MIB - LINE and heap.held().kept == kept
+
+
+def test_small_and_large_blocks_take_different_ends_of_a_hole() -> None:
+    run_ranks(_ends_of_a_hole, 1)
 
 
 def _threads(rank: int, world: int) -> None:

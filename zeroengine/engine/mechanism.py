@@ -32,6 +32,7 @@ from zeroengine.zero.policy import policy_for
 from zeroengine.zero.pool import BufferPool
 from zeroengine.zero.reducer import Reducer, Reductions
 from zeroengine.zero.sharder import Sharder, gather_units
+from zeroengine.zero.tied import add_in_place
 from zeroengine.zero.window import GatherWindow
 
 _BUCKET = 4 * 1024 * 1024  # elements: large enough for the wire, small beside a model
@@ -165,8 +166,8 @@ def build_mechanism(module: nn.Module, config: Config, groups: Groups, *, trains
     sharder = build_sharder(module, built, config)
     gradients = build_gradients(built.buckets if trains else [], config, groups, pools)
     reducer = Reducer(gradients, groups.control)
-    pooled, kept = tuple(pools.values()), keep_formats(module, rule)
-    return Mechanism(built.buckets, sharder, reducer, pooled, gradients, groups, built.masters, placement, handles=kept)
+    pooled, handles = tuple(pools.values()), (*keep_formats(module, rule), *(add_in_place(module) if trains else ()))
+    return Mechanism(built.buckets, sharder, reducer, pooled, gradients, groups, built.masters, placement, handles=handles)
 
 
 def prepare(module: nn.Module, rule: ShardingRule) -> None:
