@@ -48,8 +48,8 @@ double square_block(const float* x, int64_t n, int64_t* bad) {
         memset(padded + n, 0, size_t(kBlock - n) * 4);
         x = padded;
     }
-    int32_t found =
-        0;  // in the order of the memory, which is faster to read so; then the block is in the nearest cache
+    // First in the order of the memory, which is faster to read so; then the block is in the nearest cache.
+    int32_t found = 0;
     for (int64_t i = 0; i < kBlock; ++i) found += (bits_of(x[i]) & 0x7f800000u) == 0x7f800000u;
     *bad = found;
     Doubles sums = squares_of<1>(x, 0);
