@@ -54,6 +54,19 @@ def test_an_update_equals_its_twin(dll: ctypes.CDLL, rule: Rule, data: st.DataOb
             assert_same_bits(x, y, f"{rule.name}, segment {i}, tensor {k}")
 
 
+def test_numbers_that_differ_in_the_sign_of_zero_alone_are_not_mixed_up(dll: ctypes.CDLL) -> None:
+    (nesterov,) = [r for r in RULES if r.name == "sgd with Nesterov momentum"]
+    kinds = [torch.float32, torch.float32, None]
+    numbers = [[0.0, 0.0, zero, 0.1, 0.0, 0.1, 0.0] for zero in (0.0, -0.0)]
+    segments = [segment(nesterov, 127, kinds, hypers, 0, True, 0) for hypers in numbers]
+    other = [cloned(s) for s in segments]
+    native.update(dll, nesterov, segments, 1.0)
+    for one, two in zip(segments, other, strict=True):
+        flat._update_by_twin(nesterov, two, 1.0)
+        for x, y in zip(parts(one), parts(two), strict=True):
+            assert_same_bits(x, y)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
 @FEW
 @given(n=SIZES, cuts=st.lists(st.floats(0, 1), max_size=4), seed=st.integers(0, 10**6), threads=st.integers(1, 2))

@@ -48,14 +48,16 @@ class _Scale:
 
 def update(dll: ctypes.CDLL, rule: Rule, segments: Sequence[Segment], scale: float | Tensor) -> None:
     """One step of `rule` for all segments, which lie on one device and are what `fits` accepts."""
-    table, numbers, rows = _Table(8), array("f"), dict[Numbers, int]()
-    last, row = None, 0
+    table, numbers, rows = _Table(8), array("f"), dict[bytes, int]()  # rows by their bits: 0.0 and -0.0 are equal numbers
+    last: Numbers | None = None
+    row = 0
     spare = (0,) * (3 - rule.states)
     for param, grad, states, copy, hypers in segments:
         if hypers is not last:
-            last, row = hypers, rows.setdefault(hypers, len(rows))
+            last, rounded = hypers, array("f", map(_finite_float, hypers))
+            row = rows.setdefault(rounded.tobytes(), len(rows))
             if row * len(hypers) == len(numbers):
-                numbers.extend(_finite_float(h) for h in hypers)
+                numbers.extend(rounded)
         kinds = KINDS[param.dtype] | KINDS[grad.dtype] << 8 | row << 32
         to = 0
         if copy is not None:
