@@ -45,9 +45,8 @@ def _alike(p: Tensor, t: Tensor) -> bool:
 
 
 def _fits(p: Tensor, grad: Tensor) -> bool:
-    if p.layout is not torch.strided or grad.layout is not torch.strided or p.shape != grad.shape or p.device != grad.device:
-        return False
-    return p.is_floating_point() and grad.is_floating_point()
+    strided = p.layout is torch.strided and grad.layout is torch.strided
+    return strided and p.is_floating_point() and grad.is_floating_point() and _alike(p, grad)
 
 
 def _count(step: Tensor) -> float:
@@ -133,9 +132,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         step = state.get("step") if self.counted else None
         fresh = step is None and all(value is None for value in state.values())
         rule, states = self._prepare(group, p, state)
-        if self.counted:
-            if type(step) is not Tensor or step.dtype is not torch.float32 or step.dim() or not step.is_cpu:
-                step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32, device="cpu")
+        if self.counted and (type(step) is not Tensor or step.dtype is not torch.float32 or step.dim() or not step.is_cpu):
+            step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32, device="cpu")
         if fresh and state:
             self.state[p] = state
         return rule, states, step, fresh

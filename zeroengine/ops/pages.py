@@ -4,6 +4,7 @@ at the end of every page."""
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import threading
 import weakref
@@ -20,6 +21,7 @@ _CHUNK = 32 << 20
 _LINE = 64
 
 
+@functools.cache
 def large_page() -> int:
     """Bytes of a large page; 0 where the system has none that a process may ask for."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
