@@ -148,7 +148,12 @@ class Fabric:
             if len(members) < self.world_size:
                 _forget_addresses(group)
             wire, connect = Wire(group), partial(self._between_hosts, name)
-            return wire, self._memory.transport(name, wire, members, members.index(self.rank), connect)
+            shared = self._memory.transport(name, wire, members, members.index(self.rank), connect)
+            if isinstance(shared, SharedTransport) and shared.carries_messages:
+                # nothing goes over Gloo any more, and the thread of each group would wake up a hundred times a second
+                shared.finish()  # all have read what came over it
+                wire.close()
+            return wire, shared
 
         return create_in_lane(name, tuple(r for r in members if r != self.rank), self._watch, make)
 

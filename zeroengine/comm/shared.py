@@ -81,6 +81,11 @@ class SharedTransport(FixedOrder):
         if handle:
             self._native.group_delete(handle)
 
+    @property
+    def carries_messages(self) -> bool:
+        """There is room for channels, on all ranks alike."""
+        return self._open_pair is not None
+
     def channel(self, src: int, dst: int) -> Channel | None:
         """For messages from place `src` to place `dst`, of which one is this rank's; None where there is no room for them, on
         all ranks alike. From the thread that will use it, or before any does."""

@@ -28,12 +28,12 @@ from zeroengine.optim.skips import Skips
 from zeroengine.optim.state import Held, NoChange
 from zeroengine.optim.update import FlatMaster
 from zeroengine.wording import listed
-from zeroengine.zero.host import HeapTrimmer
+from zeroengine.zero.host import settle
 from zeroengine.zero.layout import Piece
 from zeroengine.zero.reducer import Reductions
 from zeroengine.zero.sharder import Sharder
 
-_SETTLING = 2  # steps after which the heap's holes are given back: the state is made in the first
+_SETTLING = 2  # steps after which holes in host memory are given back: the state is made in the first
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.last = StepResult(norm, finite, clipped)
         if self._settling:
             self._settling -= 1
-            HeapTrimmer().trim()
+            settle()
         return self.last
 
     # --- parts ----------------------------------------------------------------------------------------------------

@@ -81,6 +81,13 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
+def settle() -> None:
+    """After each of the first steps: gives back the holes that they leave, unless large tensors have a heap of their own. That one fills
+    its holes, and its pages would be given back only to be asked for again in the next step."""
+    if _heap is None:
+        HeapTrimmer().trim()
+
+
 def step_ended() -> None:
     """After each optimizer step: gives back what only a step of long ago, or something between steps, has needed."""
     if _heap is not None:
