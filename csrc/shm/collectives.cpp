@@ -221,4 +221,14 @@ Status all_to_all(Group& g, char* output, const char* input, const Blocks& b) {
     });
 }
 
+Status all_to_all(Group& g, char* output, const char* input, size_t block) {
+    const auto n = static_cast<size_t>(g.size());
+    const auto size = static_cast<int64_t>(block);
+    std::vector<int64_t> offset(n), bytes(n, size), remote(n, size * g.rank());
+    for (size_t p = 0; p < n; ++p) offset[p] = size * static_cast<int64_t>(p);
+    return all_to_all(
+        g, output, input,
+        Blocks{offset.data(), bytes.data(), offset.data(), bytes.data(), remote.data(), block * n, block});
+}
+
 }  // namespace ze::shm

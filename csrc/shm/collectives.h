@@ -32,4 +32,7 @@ struct Blocks {
 };
 Status all_to_all(Group& g, char* output, const char* input, const Blocks& blocks);
 
+// The same with blocks of one size.
+Status all_to_all(Group& g, char* output, const char* input, size_t block);
+
 }  // namespace ze::shm

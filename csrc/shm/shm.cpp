@@ -11,6 +11,7 @@
 #include "../ze/export.h"
 #include "collectives.h"
 #include "kernels.h"
+#include "stream.h"
 
 using namespace ze::shm;
 
@@ -140,6 +141,45 @@ ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, co
                         static_cast<size_t>(largest)};
     return all_to_all(*pointer<Group>(group), pointer<char>(output), pointer<char>(input), blocks);
 }
+
+// -- streams
+// ----------------------------------------------------------------------------------------------------------------
+
+ZE_EXPORT int64_t ze_shm_stream_new(int64_t group) {
+    return reinterpret_cast<int64_t>(new Stream(*pointer<Group>(group)));
+}
+
+// When nobody serves it, before its group.
+ZE_EXPORT void ze_shm_stream_delete(int64_t stream) { delete pointer<Stream>(stream); }
+
+ZE_EXPORT void ze_shm_stream_put(int64_t stream, const Order* order) { pointer<Stream>(stream)->put(*order); }
+
+// A Turn; `status` of what failed.
+ZE_EXPORT int ze_shm_stream_serve(int64_t stream, int* status) {
+    Status failed = kDone;
+    const Turn turn = pointer<Stream>(stream)->serve(&failed);
+    *status = failed;
+    return turn;
+}
+
+ZE_EXPORT int64_t ze_shm_stream_done(int64_t stream) { return pointer<Stream>(stream)->done(); }
+
+ZE_EXPORT int ze_shm_stream_wait(int64_t stream, int64_t index, double seconds) {
+    return pointer<Stream>(stream)->wait(index, seconds) ? 1 : 0;
+}
+
+ZE_EXPORT int ze_shm_stream_busy(int64_t stream) { return pointer<Stream>(stream)->busy() ? 1 : 0; }
+
+ZE_EXPORT int ze_shm_stream_span(int64_t stream, int64_t index, double* to) {
+    return pointer<Stream>(stream)->span(index, to) ? 1 : 0;
+}
+
+ZE_EXPORT void ze_shm_stream_give_up(int64_t stream) { pointer<Stream>(stream)->give_up(); }
+
+ZE_EXPORT void ze_shm_stream_close(int64_t stream) { pointer<Stream>(stream)->close(); }
+
+// -- for measurements and tests
+// ---------------------------------------------------------------------------------------------
 
 // A copy as the collectives make it, for measurements.
 ZE_EXPORT void ze_shm_copy(int64_t target, int64_t source, int64_t bytes) {

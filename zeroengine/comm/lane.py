@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from zeroengine.comm.fingerprint import Fingerprint
+from zeroengine.comm.stream import Order, Stream, Turn
 
 _T = TypeVar("_T")
 
@@ -35,26 +36,30 @@ class Watch(Protocol):
 
 
 class Operation:
-    """`Work` of a lane. Holds its tensors (through the closure it runs) until it is finished."""
+    """`Work` of a lane. Holds its tensors (through the closure it runs) until it is finished. `native`: the stream does it, and
+    `run` raises the error of one that has failed."""
 
-    __slots__ = ("lane", "index", "fingerprint", "_run", "_finished", "_error")
+    __slots__ = ("lane", "index", "fingerprint", "native", "_run", "_finished", "_error", "__weakref__")
 
-    def __init__(self, lane: Lane, index: int, fingerprint: Fingerprint, run: Callable[[], None]) -> None:
+    def __init__(self, lane: Lane, index: int, fingerprint: Fingerprint, run: Callable[[], None], native: bool = False) -> None:
         self.lane = lane
         self.index = index
         self.fingerprint = fingerprint
+        self.native = native
         self._run: Callable[[], None] | None = run
-        self._finished = threading.Event()
+        self._finished = False
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        if not self._finished.is_set():
+        if not self.done():
             self.lane.watch.until(self)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        if not self._finished and self.lane.passed(self.index):
+            self.lane.retire()
+        return self._finished
 
     @property
     def error(self) -> Exception | None:
@@ -62,21 +67,95 @@ class Operation:
         return self._error
 
     def finished_within(self, seconds: float) -> bool:
-        return self._finished.wait(seconds)
+        if not self._finished:
+            self.lane.wait(self.index, seconds)
+        return self.done()
+
+    def span(self) -> tuple[float, float] | None:
+        """Seconds of `time.perf_counter` between which it ran, where the lane knows."""
+        return self.lane.span(self.index)
 
     def finish(self, error: Exception | None = None) -> None:
-        self._run = None
-        if not self._finished.is_set():
+        """By the lane, under its lock."""
+        self.release()
+        if not self._finished:
             self._error = error
-            self._finished.set()
+            self._finished = True
 
     def execute(self) -> None:
         run = self._run
         if run is not None:
             run()
 
+    def release(self) -> None:
+        """Lets go of the tensors: they have moved."""
+        self._run = None
+
     def describe(self) -> str:
         return f"{self.fingerprint.describe()} ({self.lane.key}, operation {self.index})"
+
+
+class Line(Protocol):
+    """The operations of a lane in their order, as a `Stream` keeps them: by number."""
+
+    def put(self, order: Order | None) -> None: ...
+
+    def serve(self) -> Turn: ...
+
+    @property
+    def done(self) -> int: ...
+
+    def wait(self, index: int, seconds: float) -> bool: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+    def span(self, index: int) -> tuple[float, float] | None: ...
+
+    def give_up(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Queue:
+    """A `Line` of operations that Python does."""
+
+    busy = False  # in native code of its own
+
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._passed = threading.Condition()
+        self._taken = False
+        self._given_up = False
+        self.done = 0
+
+    def put(self, order: Order | None) -> None:
+        del order
+        self._orders.put(True)
+
+    def serve(self) -> Turn:
+        if self._taken:
+            self._taken = False
+            with self._passed:
+                self.done += 1
+                self._passed.notify_all()
+        self._taken = self._orders.get()
+        return Turn.FOREIGN if self._taken else Turn.CLOSED
+
+    def wait(self, index: int, seconds: float) -> bool:
+        with self._passed:
+            return self._passed.wait_for(lambda: self._given_up or self.done > index, seconds)
+
+    def span(self, index: int) -> tuple[float, float] | None:
+        return None  # who wants to know is there when Python runs it
+
+    def give_up(self) -> None:
+        with self._passed:
+            self._given_up = True
+            self._passed.notify_all()
+
+    def close(self) -> None:
+        self._orders.put(False)
 
 
 class Lane:
@@ -84,7 +163,7 @@ class Lane:
 
     `key` names the stream alike on every rank that takes part; `peers` are the other ranks (global) whose operations
     meet ours. An error poisons the lane: every later operation fails with the same error, and `interrupt` asks the
-    transport to give up the one that runs.
+    transport to give up the one that runs. With `stream` the thread leaves native code only for operations without an order.
     """
 
     def __init__(
@@ -94,14 +173,15 @@ class Lane:
         watch: Watch,
         verify: Callable[[Operation], None] | None,
         interrupt: Callable[[], None] | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self.key = key
         self.peers = peers
         self.watch = watch
         self.issued = 0
         self.error: Exception | None = None
-        self._pending: dict[int, Operation] = {}
-        self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._pending: dict[int, Operation] = {}  # ascending
+        self._line: Line = Queue() if stream is None else stream
         self._lock = threading.Lock()
         self._verify = verify
         self._interrupt = interrupt
@@ -110,27 +190,51 @@ class Lane:
         watch.watch(self)
         self._thread.start()
 
-    def submit(self, fingerprint: Fingerprint, run: Callable[[], None]) -> Operation:
+    def submit(self, fingerprint: Fingerprint, run: Callable[[], None], order: Order | None = None) -> Operation:
+        """`order`: what the stream does, instead of `run`."""
         with self._lock:
             if self.error is not None:
                 raise self.error.with_traceback(None)
-            operation = Operation(self, self.issued, fingerprint, run)
+            operation = Operation(self, self.issued, fingerprint, run, order is not None)
+            if order is not None:
+                order.sign(fingerprint, operation.index)
+            self._retire()
             self._pending[operation.index] = operation
             self.issued += 1
-            self._queue.put(operation)
+            self._line.put(order)
         return operation
+
+    def passed(self, index: int) -> bool:
+        """Operation `index` was done."""
+        return self._line.done > index
+
+    def wait(self, index: int, seconds: float) -> None:
+        """Returns when operation `index` was done, when the lane is poisoned, or after so many seconds."""
+        self._line.wait(index, seconds)
+
+    def span(self, index: int) -> tuple[float, float] | None:
+        """When operation `index` ran, of the last few that were native."""
+        return self._line.span(index)
+
+    def retire(self) -> None:
+        """Lets go of the tensors of what is done."""
+        with self._lock:
+            self._retire()
 
     def head(self) -> Operation | None:
         """The oldest unfinished operation: what this rank is really held up by."""
         with self._lock:
-            return self._pending[min(self._pending)] if self._pending else None
+            self._retire()
+            return next(iter(self._pending.values()), None)
 
     def poison(self, error: Exception) -> None:
         with self._lock:
+            self._retire()  # what was done before it is good
             self.error = self.error or error
             pending, self._pending = self._pending, {}
-        for operation in pending.values():
-            operation.finish(self.error)
+            for operation in pending.values():
+                operation.finish(self.error)
+        self._line.give_up()
         if self._interrupt is not None:
             self._interrupt()
 
@@ -139,46 +243,47 @@ class Lane:
 
     def busy(self) -> bool:
         """Whether the thread is inside an operation, that is in the transport's native code."""
-        return self._busy and self._thread.is_alive()
+        return (self._busy or self._line.busy) and self._thread.is_alive()
 
     def close(self, seconds: float) -> None:
         """Ends the thread after what is queued; one that a dead peer holds up is left to the end of the process."""
-        self._queue.put(None)
+        self._line.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
         if not self.running():
+            self.retire()
             self._verify = self._interrupt = None  # they hold the process group
         if self.error is None:
             self.error = RuntimeError(f"communicator {self.key!r} is closed")
             if not self.busy():  # one that is stuck in the transport still counts when the process ends
                 self.watch.unwatch(self)
 
+    def _retire(self) -> None:
+        done = self._line.done
+        while self._pending and (first := next(iter(self._pending))) < done:
+            self._pending.pop(first).finish()
+
     def _work(self) -> None:
         with torch.inference_mode():  # results may be written into inference tensors as well as into ordinary ones
-            while (operation := self._queue.get()) is not None:
-                self._run_one(operation)
+            while self._line.serve() is not Turn.CLOSED:
+                operation = self._pending.get(self._line.done)
+                if operation is not None:  # else the lane was poisoned meanwhile
+                    self._run_one(operation)
                 del operation  # an idle lane holds no tensors
 
     def _run_one(self, operation: Operation) -> None:
-        if self.error is not None:
-            operation.finish(self.error)
-            return
         try:
             self._busy = True
-            if self._verify is not None:
+            if self._verify is not None and not operation.native:
                 self._verify(operation)
             operation.execute()
         except Exception as error:  # handed to whoever waits
             self._busy = False
-            if self.error is not None:  # given up because of an error that is known already
-                operation.finish(self.error)
-                return
-            self.poison(self.watch.explain(self, operation.describe(), error))
+            if self.error is None:  # else it was given up because of an error that is known already
+                self.poison(self.watch.explain(self, operation.describe(), error))
             return
         self._busy = False
-        with self._lock:
-            self._pending.pop(operation.index, None)
-        operation.finish()
+        operation.release()
 
 
 def create_in_lane(name: str, peers: Sequence[int], watch: Watch, make: Callable[[], _T]) -> _T:

@@ -44,8 +44,13 @@ class Movement:
 class Listener:
     """Does nothing; a subclass says what it wants to hear. Only communicators of more than one rank are heard."""
 
+    @property
+    def hears_runs(self) -> bool:
+        """Wants to be there when data move. What native code moves then goes through Python, for as long."""
+        return False
+
     def run_begins(self, movement: Movement) -> None:
-        """Data begin to move. In the thread that moves them."""
+        """Data begin to move. In the thread that moves them, if anybody `hears_runs`."""
 
     def run_ends(self, movement: Movement) -> None:
         """Data have moved, or an error stopped them. In the same thread."""

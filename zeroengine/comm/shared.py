@@ -27,6 +27,7 @@ from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
 from zeroengine.comm.shm_native import DIVERGED, DONE, TYPES, Native, integers
+from zeroengine.comm.stream import Stream
 from zeroengine.comm.transport import FixedOrder
 from zeroengine.errors import RankError
 
@@ -54,6 +55,7 @@ class SharedTransport(FixedOrder):
         self._native = native
         self._arena = arena
         self._handle = handle
+        self.stream = Stream(native, handle)
         self._subject = ""
         self._open_pair = open_pair
         self._channels: dict[tuple[int, int], Channel] = {}
@@ -77,6 +79,7 @@ class SharedTransport(FixedOrder):
         """Ends the transport, and the channels. Control blocks stay: a peer may still read what this rank announced last."""
         while self._channels:
             self._channels.popitem()[1].end()
+        self.stream.end()
         handle, self._handle = self._handle, 0
         if handle:
             self._native.group_delete(handle)
@@ -108,6 +111,12 @@ class SharedTransport(FixedOrder):
     def announce(self, mark: Fingerprint, index: int) -> None:
         self._subject = mark.describe()
         self._native.announce(self._handle, integers(mark.header(index)), mark.text())
+
+    def failed(self, mark: Fingerprint, *tensors: Tensor) -> None:
+        """Raises the error of the operation at which the stream has stopped. `tensors`: those that it needed."""
+        del tensors
+        self._subject = mark.describe()
+        self._done(self.stream.status)
 
     def finish(self) -> None:
         """Meets, if the operation has not: one without data is a barrier."""

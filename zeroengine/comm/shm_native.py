@@ -1,4 +1,4 @@
-"""The C interface of csrc/shm. Calls release the GIL."""
+"""The C interface of csrc/shm. Calls that take long release the GIL."""
 
 from __future__ import annotations
 
@@ -31,9 +31,21 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "all_reduce": (_INT, (_I64, _I64, _I64, _INT, _F64)),
     "broadcast": (_INT, (_I64, _I64, _I64, _INT)),
     "all_to_all": (_INT, (_I64, _I64, _I64, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _I64, _I64)),
+    "stream_new": (_I64, (_I64,)),
+    "stream_delete": (None, (_I64,)),
+    "stream_put": (None, (_I64, ctypes.c_void_p)),
+    "stream_serve": (_INT, (_I64, ctypes.POINTER(_INT))),
+    "stream_done": (_I64, (_I64,)),
+    "stream_wait": (_INT, (_I64, _I64, _F64)),
+    "stream_busy": (_INT, (_I64,)),
+    "stream_span": (_INT, (_I64, _I64, ctypes.POINTER(_F64))),
+    "stream_give_up": (None, (_I64,)),
+    "stream_close": (None, (_I64,)),
     "copy": (None, (_I64, _I64, _I64)),
     "sum": (None, (_I64, _ARRAY, _INT, _I64, _INT, _INT, _F64, _INT)),
 }  # fmt: skip
+
+_QUICK = {"stream_put", "stream_done", "stream_busy", "stream_span", "can_sum"}  # not worth letting another thread in
 
 DONE, DIVERGED, INTERRUPTED = range(3)
 
@@ -53,8 +65,9 @@ class Native:
     """Functions of the library, without their prefix."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
+        held = ctypes.PyDLL(dll._name)
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(dll, f"ze_shm_{name}")
+            function = getattr(held if name in _QUICK else dll, f"ze_shm_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 

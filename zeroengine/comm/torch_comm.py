@@ -16,6 +16,7 @@ from zeroengine.comm.local import Finished
 from zeroengine.comm.pairwise import PairLanes
 from zeroengine.comm.protocol import ReduceOp, Traffic, Work
 from zeroengine.comm.shared import SharedTransport
+from zeroengine.comm.stream import Order, Stream
 from zeroengine.comm.transport import SimulatedTransport, Transport
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.verify import HeaderCheck
@@ -62,12 +63,14 @@ class TorchCommunicator:
         self._transport: AnyTransport
         self._transport = shared or (SimulatedTransport if simulate else Transport)(wire, self.ranks, self.rank)
         self._simulates = simulate
+        self._shared = shared if isinstance(shared, SharedTransport) else None
+        self._stream: Stream | None = self._shared.stream if self._shared is not None else None
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
         if watch is not None:
             peers = tuple(r for r in self.ranks if r != self.ranks[self.rank])
             check = shared or HeaderCheck(name, wire, self.ranks, self.rank)
-            self._lane = Lane(name, peers, watch, check.verify, self._transport.interrupt)
+            self._lane = Lane(name, peers, watch, check.verify, self._transport.interrupt, self._stream)
             self._pairs = PairLanes(name, wire, self.ranks, self.rank, watch, shared if channels else None)
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
@@ -86,13 +89,15 @@ class TorchCommunicator:
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)
         mark = Fingerprint("all_gather", subject, full.numel(), full.dtype)
-        return self._issue(mark, self._share(full.nbytes), partial(self._transport.all_gather, full, shard), full, shard)
+        order = self._stream.all_gather(full, shard) if self._stream else None
+        return self._issue(mark, self._share(full.nbytes), partial(self._transport.all_gather, full, shard), full, shard, order=order)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
         mark = Fingerprint("reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else "")
         run = partial(self._transport.reduce_scatter, shard, full, scale, accumulate)
-        return self._issue(mark, self._share(full.nbytes), run, full, shard)
+        order = self._stream.reduce_scatter(shard, full, scale, accumulate) if self._stream else None
+        return self._issue(mark, self._share(full.nbytes), run, full, shard, order=order)
 
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
         checks.flat(self.name, subject, tensor)
@@ -100,13 +105,15 @@ class TorchCommunicator:
         detail = op if scale == 1 else f"{op}, scale {scale:g}"
         mark = Fingerprint("all_reduce", subject, tensor.numel(), tensor.dtype, detail)
         sent = checks.all_reduce_share(tensor, self.size)
-        return self._issue(mark, sent, partial(self._transport.all_reduce, tensor, op, scale), tensor)
+        order = self._stream.all_reduce(tensor, op, scale) if self._stream else None
+        return self._issue(mark, sent, partial(self._transport.all_reduce, tensor, op, scale), tensor, order=order)
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.require(0 <= src < self.size, f"source {src} of a group of {self.size}", self.name, subject)
         mark = Fingerprint("broadcast", subject, tensor.numel(), tensor.dtype, f"from rank {self.ranks[src]}")
-        return self._issue(mark, self._share(tensor.nbytes), partial(self._transport.broadcast, tensor, src), tensor)
+        order = self._stream.broadcast(tensor, src) if self._stream else None
+        return self._issue(mark, self._share(tensor.nbytes), partial(self._transport.broadcast, tensor, src), tensor, order=order)
 
     def all_to_all(
         self,
@@ -119,14 +126,16 @@ class TorchCommunicator:
     ) -> Work:
         checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
         sent = checks.all_to_all_share(input, input_splits, self.rank, self.size)
+        order: Order | None = None
         if input_splits is None or output_splits is None:
             mark = Fingerprint("all_to_all", subject, input.numel(), input.dtype)
             run = partial(self._transport.all_to_all, output, input, None, None)
+            order = self._stream.all_to_all(output, input, self.size) if self._stream else None
         else:
             sends, receives = tuple(input_splits), tuple(output_splits)
             mark = Fingerprint("all_to_all", subject, 0, input.dtype, "uneven blocks")
             run = partial(self._uneven, output, input, receives, sends, mark)
-        return self._issue(mark, sent, run, output, input)
+        return self._issue(mark, sent, run, output, input, order=order)
 
     def send(self, tensor: Tensor, dst: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
@@ -147,12 +156,14 @@ class TorchCommunicator:
         out = torch.empty(self.size, values.numel(), dtype=values.dtype)
         mark = Fingerprint("exchange", subject, values.numel(), values.dtype)
         sent = checks.exchange_share(values, self.size)
-        self._issue(mark, sent, partial(self._transport.all_gather, out, values), values).wait()
+        order = self._stream.all_gather(out, values) if self._stream else None
+        self._issue(mark, sent, partial(self._transport.all_gather, out, values), out, values, order=order).wait()
         return out
 
     def barrier(self, subject: str) -> None:
         # the comparison of fingerprints, or the meeting that ends an operation without data, is itself a barrier
-        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), 0, _nothing).wait()
+        order = self._stream.barrier() if self._stream else None
+        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), 0, _nothing, order=order).wait()
 
     def run(self, mark: Fingerprint, sent: int, move: Callable[[AnyTransport], None]) -> Operation:
         """An operation of the caller's own in the order of the others: `move` moves data by the transport it is given, in the thread
@@ -198,20 +209,26 @@ class TorchCommunicator:
             self._transport.end()
             self.wire.close()
 
-    def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor) -> Work:
+    def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor, order: Order | None = None) -> Work:
+        """`order`: the same as `run`, for the stream."""
         self._check_usable(mark.subject, *tensors)
         self.traffic.count(mark.kind, sent)
         if any(t.is_meta for t in tensors):
-            run = _nothing
-        if not self.listeners:
-            return self._start(mark, run)
+            run, order = _nothing, None
+        listeners = self.listeners
+        if not listeners:
+            return self._start(mark, run, tensors, order)
         movement = Movement(self, mark.kind, mark.subject, sent)
-        return Watched(self._start(mark, heard(run, movement, self.listeners)), movement, self.listeners)
+        if order is None or any(listener.hears_runs for listener in listeners):
+            return Watched(self._start(mark, heard(run, movement, listeners), tensors), movement, listeners)
+        return _TimedByStream(self._start(mark, run, tensors, order), movement, listeners)
 
     def _watched(self, work: Work, kind: str, subject: str, sent: int) -> Work:
         return Watched(work, Movement(self, kind, subject, sent), self.listeners) if self.listeners else work
 
-    def _start(self, mark: Fingerprint, run: Callable[[], None]) -> Work:
+    def _start(self, mark: Fingerprint, run: Callable[[], None], tensors: Sequence[Tensor], order: Order | None = None) -> Work:
+        if self._lane is not None and self._shared is not None and order is not None:
+            return self._lane.submit(mark, partial(self._shared.failed, mark, *tensors), order)
         if self._lane is not None:
             return self._lane.submit(mark, partial(self._complete, run))
         with torch.inference_mode():
@@ -236,6 +253,14 @@ class TorchCommunicator:
 
     def _share(self, nbytes: int) -> int:
         return checks.sent_share(nbytes, self.size)
+
+
+class _TimedByStream(Watched):
+    def _finish(self, work: Work, movement: Movement) -> None:
+        work.wait()
+        span = work.span() if isinstance(work, Operation) else None
+        if span is not None:
+            movement.began, movement.ended = span
 
 
 def _nothing() -> None:

@@ -57,6 +57,10 @@ class TorchTrace(Observer):
         if self._phases:
             self._phases.pop().__exit__(None, None, None)
 
+    @property
+    def hears_runs(self) -> bool:
+        return self.profiler is not None
+
     def run_begins(self, movement: Movement) -> None:
         self._open("run", movement, _told(movement))
 

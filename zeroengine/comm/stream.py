@@ -1,0 +1,138 @@
+"""Operations of one group of ranks that share memory, in order: what csrc/shm does by itself takes no turn of the interpreter.
+
+A thread that wakes up for each operation needs the interpreter's lock several times, while the main thread computes, and its code is
+cold each time. So one thread sits in native code (`Stream.serve`) and comes back for what only Python can do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import time
+
+from torch import Tensor
+
+from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint
+from zeroengine.comm.protocol import ReduceOp
+from zeroengine.comm.shm_native import DONE, TYPES, Native
+
+_SLICE = 0.2  # seconds of a wait in native code, between which signals are handled
+
+
+class Kind(enum.IntEnum):
+    BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, ALL_TO_ALL, FOREIGN = range(7)
+
+
+class Turn(enum.IntEnum):
+    FOREIGN, FAILED, CLOSED = range(3)
+
+
+class Order(ctypes.Structure):
+    """One operation as csrc/shm/stream.h describes it."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("kind", "target", "source", "count", "wire", "type", "with_")),
+        ("scale", ctypes.c_double),
+        ("header", ctypes.c_int64 * Fingerprint.WIDTH),
+        ("text", ctypes.c_ubyte * SUBJECT_BYTES),
+    ]
+
+    def sign(self, mark: Fingerprint, index: int) -> None:
+        """What the ranks compare as they meet for it."""
+        self.header[:] = mark.header(index)
+        ctypes.memmove(self.text, mark.text(), SUBJECT_BYTES)
+
+
+_FOREIGN = Order(Kind.FOREIGN)
+
+
+class Stream:
+    """The order of one group's operations. One thread calls `serve`; the others from any."""
+
+    def __init__(self, native: Native, group: int) -> None:
+        self._native = native
+        self._handle = int(native.stream_new(group))
+        self.status = DONE  # of the operation that failed
+
+    # -- what is native ----------------------------------------------------------------------------------------------
+
+    def barrier(self) -> Order:
+        return Order(Kind.BARRIER)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Order:
+        return Order(Kind.ALL_GATHER, full.data_ptr(), shard.data_ptr(), shard.nbytes)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> Order | None:
+        """None for types that are not added natively."""
+        wire, kind = TYPES.get(full.dtype, -1), TYPES.get(shard.dtype, -1)
+        if not self._native.can_sum(wire, kind):
+            return None
+        return Order(
+            Kind.REDUCE_SCATTER, shard.data_ptr(), full.data_ptr(), shard.numel(), wire, kind, int(accumulate), scale
+        )  # fmt: skip
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> Order | None:
+        """None for what is not added natively."""
+        kind = TYPES.get(tensor.dtype, -1)
+        if op != "sum" or not self._native.can_sum(kind, kind):
+            return None
+        return Order(Kind.ALL_REDUCE, tensor.data_ptr(), 0, tensor.numel(), 0, kind, 0, scale)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Order:
+        return Order(Kind.BROADCAST, tensor.data_ptr(), 0, tensor.nbytes, with_=src)
+
+    def all_to_all(self, output: Tensor, input: Tensor, size: int) -> Order:
+        """Equal blocks."""
+        return Order(Kind.ALL_TO_ALL, output.data_ptr(), input.data_ptr(), input.nbytes // size)
+
+    # -- the order ---------------------------------------------------------------------------------------------------
+
+    def put(self, order: Order | None) -> None:
+        """The next operation; None: one that comes back from `serve`."""
+        self._native.stream_put(self._handle, ctypes.byref(_FOREIGN if order is None else order))
+
+    def serve(self) -> Turn:
+        """Does what is native, until operation number `done` is the caller's (who does it, and calls this again), one has failed with
+        `status`, or the stream is closed and empty."""
+        status = ctypes.c_int(DONE)
+        turn = Turn(self._native.stream_serve(self._handle, ctypes.byref(status)))
+        if turn is Turn.FAILED:
+            self.status = status.value
+        return turn
+
+    @property
+    def done(self) -> int:
+        """How many operations were done."""
+        return int(self._native.stream_done(self._handle)) if self._handle else 0
+
+    def wait(self, index: int, seconds: float) -> bool:
+        """Whether operation `index` was done within so many seconds, or none will be any more."""
+        deadline = time.monotonic() + seconds
+        while not self._native.stream_wait(self._handle, index, max(0.0, min(_SLICE, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """A native operation runs."""
+        return bool(self._handle and self._native.stream_busy(self._handle))
+
+    def span(self, index: int) -> tuple[float, float] | None:
+        """When operation `index` began and ended (`time.perf_counter`); None for one of long ago."""
+        times = (ctypes.c_double * 2)()
+        return (times[0], times[1]) if self._handle and self._native.stream_span(self._handle, index, times) else None
+
+    def give_up(self) -> None:
+        """Nothing that waits will be done any more."""
+        self._native.stream_give_up(self._handle)
+
+    def close(self) -> None:
+        """After what was put, `serve` ends."""
+        self._native.stream_close(self._handle)
+
+    def end(self) -> None:
+        """When no thread is in `serve` or `wait`, before the group ends. What looks at it later sees no work."""
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._native.stream_delete(handle)
