@@ -29,7 +29,7 @@ _ANY = -1
 
 @dataclass
 class _Line:
-    """Messages of one tag from rank `src` of the group to rank `dst`: how many have moved, and through what (None: the wire)."""
+    """Messages of one tag from rank `src` of the group to rank `dst`: through what (None: the wire), and how many have moved there."""
 
     src: int
     dst: int
@@ -103,18 +103,15 @@ class PairLanes:
             return _Line(src, dst, tag, Lane(key, (), self._watch, None), None)
         peer = self._ranks[dst if src == self._rank else src]
         channel = self._shared.channel(src, dst) if self._shared is not None and tag == 0 else None
-        return _Line(src, dst, tag, Lane(key, (peer,), self._watch, None, channel.interrupt if channel is not None else None), channel)
+        if channel is None:
+            return _Line(src, dst, tag, Lane(key, (peer,), self._watch, None), None)
+        return _Line(src, dst, tag, Lane(key, (peer,), self._watch, None, channel.interrupt, channel.stream), channel)
 
     def _submit(self, kind: str, tensor: Tensor, line: _Line, subject: str) -> Operation:
         mark = Fingerprint(kind, subject, tensor.numel(), tensor.dtype, _detail(line.tag))
-        return line.lane.submit(mark, partial(self._move, mark, tensor, line))
-
-    def _move(self, mark: Fingerprint, tensor: Tensor, line: _Line) -> None:
         if line.channel is None:
-            self._over_wire(mark, tensor, line)
-            return
-        index, line.moved = line.moved, line.moved + 1
-        line.channel.move(mark, index, tensor)
+            return line.lane.submit(mark, partial(self._over_wire, mark, tensor, line))
+        return line.lane.submit(mark, partial(line.channel.failed, mark, tensor), line.channel.message(mark, tensor))
 
     def _over_wire(self, mark: Fingerprint, tensor: Tensor, line: _Line, theirs: Tensor | None = None) -> None:
         """`theirs`: the sender's header, if it has come already."""

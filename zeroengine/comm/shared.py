@@ -27,7 +27,7 @@ from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
 from zeroengine.comm.shm_native import DIVERGED, DONE, TYPES, Native, integers
-from zeroengine.comm.stream import Stream
+from zeroengine.comm.stream import Order, Stream
 from zeroengine.comm.transport import FixedOrder
 from zeroengine.errors import RankError
 
@@ -201,12 +201,12 @@ class Channel(SharedTransport):
 
     SENDER, RECEIVER = range(2)
 
-    def move(self, mark: Fingerprint, index: int, tensor: Tensor) -> None:
-        """Message number `index`; returns when it was received. Raises `DivergenceError` on both ranks if the other end has
+    def message(self, mark: Fingerprint, tensor: Tensor) -> Order:
+        """The next message, for the stream. It is done when it was received; both ranks get a `DivergenceError` if the other end has
         another subject, size or type."""
-        self.announce(replace(mark, kind="send"), index)
-        self.broadcast(tensor, self.SENDER)
-        self.finish()
+        order = self.stream.broadcast(tensor, self.SENDER)
+        order.shown = replace(mark, kind="send")
+        return order
 
     def awaited(self) -> bool:
         """Whether a message is there to be received. While none is."""

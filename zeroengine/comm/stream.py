@@ -37,8 +37,11 @@ class Order(ctypes.Structure):
         ("text", ctypes.c_ubyte * SUBJECT_BYTES),
     ]
 
+    shown: Fingerprint | None = None  # to the other ranks, where they know the operation by another name
+
     def sign(self, mark: Fingerprint, index: int) -> None:
         """What the ranks compare as they meet for it."""
+        mark = self.shown or mark
         self.header[:] = mark.header(index)
         ctypes.memmove(self.text, mark.text(), SUBJECT_BYTES)
 
