@@ -49,8 +49,9 @@ Turn Stream::serve(Status* status) {
         *status = run(order);
         lock.lock();
         busy_.store(false, std::memory_order_relaxed);
-        if (*status != kDone) {
-            drop();
+        if (*status != kDone) {  // who waits goes on when the caller has found out why
+            failed_ = true;
+            orders_.clear();
             return kFailed;
         }
         end(done());
@@ -89,7 +90,7 @@ Status Stream::run(const Order& o) {
 bool Stream::wait(int64_t index, double seconds) {
     if (done() > index) return true;
     std::unique_lock<std::mutex> lock(mutex_);
-    return passed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return failed_ || done() > index; });
+    return passed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return given_up_ || done() > index; });
 }
 
 bool Stream::span(int64_t index, double* to) {
@@ -101,15 +102,13 @@ bool Stream::span(int64_t index, double* to) {
     return true;
 }
 
-void Stream::drop() {
-    failed_ = true;
-    orders_.clear();
-    passed_.notify_all();
-}
-
 void Stream::give_up() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    drop();
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        failed_ = given_up_ = true;
+        orders_.clear();
+    }
+    passed_.notify_all();
 }
 
 void Stream::close() {

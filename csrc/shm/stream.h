@@ -43,7 +43,7 @@ class Stream {
 
     // How many orders were done.
     int64_t done() const { return done_.load(std::memory_order_acquire); }
-    // Whether order `index` was done, or none will be any more, within so many seconds.
+    // Whether order `index` was done, or all were given up, within so many seconds.
     bool wait(int64_t index, double seconds);
     // Whether a native operation runs.
     bool busy() const { return busy_.load(std::memory_order_relaxed); }
@@ -61,7 +61,6 @@ class Stream {
     };
 
     Status run(const Order& order);
-    void drop();
 
     Group& group_;
     std::mutex mutex_;
@@ -72,7 +71,8 @@ class Stream {
     std::atomic<bool> busy_{false};
     double began_ = 0;
     bool foreign_ = false;  // one is in the caller's hands
-    bool failed_ = false;
+    bool failed_ = false;   // no order is taken any more
+    bool given_up_ = false;
     bool closed_ = false;
 };
 

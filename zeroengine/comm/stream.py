@@ -109,7 +109,7 @@ class Stream:
         return int(self._native.stream_done(self._handle)) if self._handle else 0
 
     def wait(self, index: int, seconds: float) -> bool:
-        """Whether operation `index` was done within so many seconds, or none will be any more."""
+        """Whether operation `index` was done within so many seconds, or all were given up."""
         deadline = time.monotonic() + seconds
         while not self._native.stream_wait(self._handle, index, max(0.0, min(_SLICE, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
@@ -127,7 +127,7 @@ class Stream:
         return (times[0], times[1]) if self._handle and self._native.stream_span(self._handle, index, times) else None
 
     def give_up(self) -> None:
-        """Nothing that waits will be done any more."""
+        """Nothing that waits for its turn will be done any more, and nobody waits for it."""
         self._native.stream_give_up(self._handle)
 
     def close(self) -> None:
