@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.composition import models, space
 from tests.composition.cover import Row
 from tests.composition.models import SPOILED_STEP, STEPS, Trained
+from zeroengine.comm.leaving import settle_native_threads
 
 
 @dataclass
@@ -46,6 +47,7 @@ def run(rank: int, world: int, rows: list[Row], folder: str, dropout: float = 0.
 
 def held(folder: str, rank: int) -> dict[str, int]:
     """Threads, file descriptors, process groups and files of this rank."""
+    settle_native_threads()  # one that has ended for Python may not be gone for the system
     return {
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),

@@ -13,6 +13,7 @@ from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.stream import Order, Stream, Turn
 
 _T = TypeVar("_T")
+_END_SECONDS = 5.0  # for a thread that has nothing left to do
 
 
 class Watch(Protocol):
@@ -291,8 +292,10 @@ def create_in_lane(name: str, peers: Sequence[int], watch: Watch, make: Callable
     comes is named."""
     made: list[_T] = []
     lane = Lane(f"creation of {name}", peers, watch, None)
+    patience = 0.0  # its thread may wait for ever for a rank that does not come
     try:
         lane.submit(Fingerprint("new_group", name, 0, torch.uint8), lambda: made.append(make())).wait()
+        patience = _END_SECONDS
     finally:
-        lane.close(0.0)
+        lane.close(patience)
     return made[0]
