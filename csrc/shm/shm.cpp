@@ -111,24 +111,9 @@ ZE_EXPORT int ze_shm_finish(int64_t group) { return pointer<Group>(group)->finis
 
 ZE_EXPORT int ze_shm_can_sum(int wire, int type) { return can_sum(wire, type) ? 1 : 0; }
 
-ZE_EXPORT int ze_shm_all_gather(int64_t group, int64_t full, int64_t shard, int64_t bytes) {
-    return all_gather(*pointer<Group>(group), pointer<char>(full), pointer<char>(shard), static_cast<size_t>(bytes));
-}
+ZE_EXPORT int ze_shm_run(int64_t group, const Order* order) { return run(*pointer<Group>(group), *order); }
 
-ZE_EXPORT int ze_shm_reduce_scatter(int64_t group, int64_t out, int64_t full, int64_t count, int wire, int type,
-                                    double scale, int accumulate) {
-    return reduce_scatter(*pointer<Group>(group), pointer<char>(out), pointer<char>(full), static_cast<size_t>(count),
-                          wire, type, scale, accumulate != 0);
-}
-
-ZE_EXPORT int ze_shm_all_reduce(int64_t group, int64_t data, int64_t count, int type, double scale) {
-    return all_reduce(*pointer<Group>(group), pointer<char>(data), static_cast<size_t>(count), type, scale);
-}
-
-ZE_EXPORT int ze_shm_broadcast(int64_t group, int64_t data, int64_t bytes, int src) {
-    return broadcast(*pointer<Group>(group), pointer<char>(data), static_cast<size_t>(bytes), src);
-}
-
+// Blocks of any sizes.
 ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, const int64_t* input_offset,
                                 const int64_t* input_bytes, const int64_t* output_offset, const int64_t* output_bytes,
                                 const int64_t* remote, int64_t input_total, int64_t largest) {
@@ -149,7 +134,7 @@ ZE_EXPORT int64_t ze_shm_stream_new(int64_t group) {
     return reinterpret_cast<int64_t>(new Stream(*pointer<Group>(group)));
 }
 
-// When nobody serves it, before its group.
+// When nobody serves it or waits.
 ZE_EXPORT void ze_shm_stream_delete(int64_t stream) { delete pointer<Stream>(stream); }
 
 ZE_EXPORT void ze_shm_stream_put(int64_t stream, const Order* order) { pointer<Stream>(stream)->put(*order); }
@@ -173,6 +158,8 @@ ZE_EXPORT int ze_shm_stream_busy(int64_t stream) { return pointer<Stream>(stream
 ZE_EXPORT int ze_shm_stream_span(int64_t stream, int64_t index, double* to) {
     return pointer<Stream>(stream)->span(index, to) ? 1 : 0;
 }
+
+ZE_EXPORT void ze_shm_stream_stop(int64_t stream) { pointer<Stream>(stream)->stop(); }
 
 ZE_EXPORT void ze_shm_stream_give_up(int64_t stream) { pointer<Stream>(stream)->give_up(); }
 

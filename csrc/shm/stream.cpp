@@ -1,23 +1,23 @@
 #include "stream.h"
 
-#include "collectives.h"
-
 namespace ze::shm {
 namespace {
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-template <class T>
-T* pointer(int64_t address) {
-    return reinterpret_cast<T*>(address);
+// The ranks compare what they issued at their first meeting; an operation without data is that meeting.
+Status take_part(Group& group, const Order& order) {
+    group.announce(order.header, order.text);
+    const Status status = run(group, order);
+    return status == kDone ? group.finish() : status;
 }
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
 void Stream::put(const Order& order) {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (failed_) return;
+        if (stopped_) return;
         orders_.push_back(order);
     }
     arrived_.notify_one();
@@ -28,7 +28,9 @@ Turn Stream::serve(Status* status) {
     auto end = [&](int64_t index) {
         spans_[static_cast<size_t>(index) % spans_.size()] = {index, began_, now()};
         done_.store(index + 1, std::memory_order_release);
+        lock.unlock();  // one who holds an interpreter's lock may be about to take this one
         passed_.notify_all();
+        lock.lock();
     };
     if (foreign_) {
         foreign_ = false;
@@ -46,45 +48,17 @@ Turn Stream::serve(Status* status) {
         }
         busy_.store(true, std::memory_order_relaxed);
         lock.unlock();
-        *status = run(order);
+        *status = take_part(group_, order);
         lock.lock();
         busy_.store(false, std::memory_order_relaxed);
+        if (*status == kDone && stopped_) *status = kInterrupted;  // it may have moved, but nobody counts on it
         if (*status != kDone) {  // who waits goes on when the caller has found out why
-            failed_ = true;
+            stopped_ = true;
             orders_.clear();
             return kFailed;
         }
         end(done());
     }
-}
-
-Status Stream::run(const Order& o) {
-    group_.announce(o.header, o.text);
-    const auto target = pointer<char>(o.target);
-    const auto source = pointer<const char>(o.source);
-    const auto count = static_cast<size_t>(o.count);
-    const int wire = static_cast<int>(o.wire), type = static_cast<int>(o.type);
-    Status status = kDone;
-    switch (o.kind) {
-        case kAllGather:
-            status = all_gather(group_, target, source, count);
-            break;
-        case kReduceScatter:
-            status = reduce_scatter(group_, target, source, count, wire, type, o.scale, o.with != 0);
-            break;
-        case kAllReduce:
-            status = all_reduce(group_, target, count, type, o.scale);
-            break;
-        case kBroadcast:
-            status = broadcast(group_, target, count, static_cast<int>(o.with));
-            break;
-        case kAllToAll:
-            status = all_to_all(group_, target, source, count);
-            break;
-        default:
-            break;  // a meeting is all that a barrier is
-    }
-    return status == kDone ? group_.finish() : status;
 }
 
 bool Stream::wait(int64_t index, double seconds) {
@@ -102,10 +76,16 @@ bool Stream::span(int64_t index, double* to) {
     return true;
 }
 
+void Stream::stop() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopped_ = true;
+    orders_.clear();
+}
+
 void Stream::give_up() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        failed_ = given_up_ = true;
+        stopped_ = given_up_ = true;
         orders_.clear();
     }
     passed_.notify_all();

@@ -11,23 +11,9 @@
 #include <deque>
 #include <mutex>
 
-#include "group.h"
+#include "order.h"
 
 namespace ze::shm {
-
-enum Kind : int64_t { kBarrier = 0, kAllGather, kReduceScatter, kAllReduce, kBroadcast, kAllToAll, kForeign };
-
-// One operation; zeroengine/comm/stream.py has the same fields.
-struct Order {
-    int64_t kind;
-    int64_t target, source;  // addresses
-    int64_t count;           // bytes (all_gather: of a shard, all_to_all: of a block) or, of sums, elements of a result
-    int64_t wire, type;      // of sums
-    int64_t with;            // reduce_scatter: whether it accumulates; broadcast: the place of the source
-    double scale;
-    int64_t header[kHeaderWords];
-    char text[kTextBytes];
-};
 
 enum Turn : int { kForeignTurn = 0, kFailed, kClosed };
 
@@ -50,8 +36,11 @@ class Stream {
     // Seconds of std::chrono::steady_clock at which order `index` began and ended; false for one of long ago.
     bool span(int64_t index, double* to);
 
-    // What waits is dropped, and who waits goes on. Does not end what runs: see Group::interrupt.
+    // No order begins any more; `serve` comes back from the one that runs. Does not end it: see Group::interrupt.
+    void stop();
+    // As `stop`, and who waits goes on.
     void give_up();
+    // No order follows.
     void close();
 
   private:
@@ -59,8 +48,6 @@ class Stream {
         int64_t index = -1;
         double begin = 0, end = 0;
     };
-
-    Status run(const Order& order);
 
     Group& group_;
     std::mutex mutex_;
@@ -71,7 +58,7 @@ class Stream {
     std::atomic<bool> busy_{false};
     double began_ = 0;
     bool foreign_ = false;  // one is in the caller's hands
-    bool failed_ = false;   // no order is taken any more
+    bool stopped_ = false;  // no order begins any more
     bool given_up_ = false;
     bool closed_ = false;
 };

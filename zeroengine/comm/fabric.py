@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm.direct import DirectCommunicator
+from zeroengine.comm.fingerprint import Fingerprint
 from zeroengine.comm.health import process_monitor
 from zeroengine.comm.lane import create_in_lane
 from zeroengine.comm.listening import Listener
@@ -151,7 +152,8 @@ class Fabric:
             shared = self._memory.transport(name, wire, members, members.index(self.rank), connect)
             if isinstance(shared, SharedTransport) and shared.carries_messages:
                 # nothing goes over Gloo any more, and the thread of each group would wake up a hundred times a second
-                shared.finish()  # all have read what came over it
+                shared.announce(Fingerprint("new_group", name, 0, torch.uint8), 0)
+                shared.finish()  # a meeting: all have read what came over it
                 wire.close()
             return wire, shared
 

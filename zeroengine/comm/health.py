@@ -224,6 +224,8 @@ class Monitor:
             oldest = min(self._waits.values(), key=lambda w: w.seconds, default=None)
         wait = replace(oldest, seconds=now - oldest.seconds) if oldest else None
         lanes = self._known_lanes()
+        for lane in lanes:
+            lane.retire()  # what nobody waits for
         state, error, secondary = self._end or ("running", "", False)
         return replace(
             self._base,

@@ -76,12 +76,13 @@ class Operation:
         """Seconds of `time.perf_counter` between which it ran, where the lane knows."""
         return self.lane.span(self.index)
 
-    def finish(self, error: Exception | None = None) -> None:
-        """By the lane, under its lock."""
-        self.release()
+    def finish(self, error: Exception | None = None) -> Callable[[], None] | None:
+        """By the lane, under its lock. The closure is to be dropped after it: the tensors in it may run code as they go."""
         if not self._finished:
             self._error = error
             self._finished = True
+        run, self._run = self._run, None
+        return run
 
     def execute(self) -> None:
         run = self._run
@@ -112,6 +113,8 @@ class Line(Protocol):
     def busy(self) -> bool: ...
 
     def span(self, index: int) -> tuple[float, float] | None: ...
+
+    def stop(self) -> None: ...
 
     def give_up(self) -> None: ...
 
@@ -150,6 +153,9 @@ class Queue:
     def span(self, index: int) -> tuple[float, float] | None:
         return None  # who wants to know is there when Python runs it
 
+    def stop(self) -> None:
+        return  # nothing runs that the lane does not give to the thread
+
     def give_up(self) -> None:
         with self._passed:
             self._given_up = True
@@ -187,6 +193,8 @@ class Lane:
         self._verify = verify
         self._interrupt = interrupt
         self._busy = False
+        self._closed = False
+        self._held: object = None  # tensors of what ran when the lane was poisoned
         self._thread = threading.Thread(target=self._work, name=f"zeroengine {key}", daemon=True)
         watch.watch(self)
         self._thread.start()
@@ -196,13 +204,20 @@ class Lane:
         with self._lock:
             if self.error is not None:
                 raise self.error.with_traceback(None)
+            if self._closed:
+                raise self._no_more()
             operation = Operation(self, self.issued, fingerprint, run, order is not None)
-            if order is not None:
-                order.sign(fingerprint, operation.index)
-            self._retire()
-            self._pending[operation.index] = operation
-            self.issued += 1
-            self._line.put(order)
+            try:
+                self._pending[operation.index] = operation
+                self.issued += 1
+                if order is not None:
+                    order.sign(fingerprint, operation.index)
+                self._line.put(order)
+            except BaseException as error:  # as a signal: nobody knows which numbers the line has given
+                self.error = RuntimeError(f"{operation.describe()} was broken off as it was issued ({type(error).__name__})")
+                raise
+            gone = self._retire()
+        del gone
         return operation
 
     def passed(self, index: int) -> bool:
@@ -220,24 +235,33 @@ class Lane:
     def retire(self) -> None:
         """Lets go of the tensors of what is done."""
         with self._lock:
-            self._retire()
+            gone = self._retire()
+        del gone
 
     def head(self) -> Operation | None:
         """The oldest unfinished operation: what this rank is really held up by."""
         with self._lock:
-            self._retire()
-            return next(iter(self._pending.values()), None)
+            gone = self._retire()
+            first = next(iter(self._pending.values()), None)
+        del gone
+        return first
 
     def poison(self, error: Exception) -> None:
+        self._line.stop()
         with self._lock:
-            self._retire()  # what was done before it is good
+            gone = self._retire()  # what was done before it is good
             self.error = self.error or error
             pending, self._pending = self._pending, {}
+            running = self._line.done if self._line.busy else None
             for operation in pending.values():
-                operation.finish(self.error)
+                gone.append(operation.finish(self.error))
+                if operation.index == running:
+                    self._held = gone[-1]
+        del gone
         self._line.give_up()
-        if self._interrupt is not None:
-            self._interrupt()
+        interrupt = self._interrupt
+        if interrupt is not None:
+            interrupt()
 
     def running(self) -> bool:
         return self._thread.is_alive()
@@ -248,6 +272,8 @@ class Lane:
 
     def close(self, seconds: float) -> None:
         """Ends the thread after what is queued; one that a dead peer holds up is left to the end of the process."""
+        with self._lock:
+            self._closed = True
         self._line.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
@@ -255,22 +281,30 @@ class Lane:
             self.retire()
             self._verify = self._interrupt = None  # they hold the process group
         if self.error is None:
-            self.error = RuntimeError(f"communicator {self.key!r} is closed")
+            self.error = self._no_more()
             if not self.busy():  # one that is stuck in the transport still counts when the process ends
                 self.watch.unwatch(self)
 
-    def _retire(self) -> None:
+    def _no_more(self) -> Exception:
+        return RuntimeError(f"communicator {self.key!r} is closed")
+
+    def _retire(self) -> list[object]:
+        """Finishes what is done; the closures, to be dropped after the lock."""
+        gone: list[object] = []
         done = self._line.done
         while self._pending and (first := next(iter(self._pending))) < done:
-            self._pending.pop(first).finish()
+            gone.append(self._pending.pop(first).finish())
+        return gone
 
     def _work(self) -> None:
         with torch.inference_mode():  # results may be written into inference tensors as well as into ordinary ones
             while self._line.serve() is not Turn.CLOSED:
+                self._held = None
                 operation = self._pending.get(self._line.done)
                 if operation is not None:  # else the lane was poisoned meanwhile
                     self._run_one(operation)
                 del operation  # an idle lane holds no tensors
+            self._held = None
 
     def _run_one(self, operation: Operation) -> None:
         try:
@@ -280,8 +314,8 @@ class Lane:
             operation.execute()
         except Exception as error:  # handed to whoever waits
             self._busy = False
-            if self.error is None:  # else it was given up because of an error that is known already
-                self.poison(self.watch.explain(self, operation.describe(), error))
+            known = self.error  # it was given up because of it
+            self.poison(known or self.watch.explain(self, operation.describe(), error))
             return
         self._busy = False
         operation.release()

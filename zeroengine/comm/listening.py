@@ -11,8 +11,8 @@ from zeroengine.comm.protocol import Communicator, Work
 
 class Movement:
     """One operation of `comm` as its listeners see it: `sent` bytes leave this rank. Times are seconds of
-    `time.perf_counter`: `issued` by the caller, `began` and `ended` where a thread of this process moved the data (after the
-    ranks had compared what they issued; None elsewhere), `blocked` how long the caller waited."""
+    `time.perf_counter`: `issued` by the caller, `began` and `ended` where a thread of this process moved the data (from its turn
+    on, with the wait for ranks that come later; None elsewhere), `blocked` how long the caller waited."""
 
     __slots__ = ("comm", "kind", "subject", "sent", "issued", "began", "ended", "blocked", "marks")
 

@@ -29,7 +29,7 @@ _ANY = -1
 
 @dataclass
 class _Line:
-    """Messages of one tag from rank `src` of the group to rank `dst`: through what (None: the wire), and how many have moved there."""
+    """Messages of one tag from rank `src` of the group to rank `dst`, and through what (None: the wire); `moved` of them over the wire."""
 
     src: int
     dst: int

@@ -26,7 +26,7 @@ from zeroengine.comm.fingerprint import KINDS, SUBJECT_BYTES, Fingerprint, decod
 from zeroengine.comm.lane import Operation
 from zeroengine.comm.protocol import ReduceOp
 from zeroengine.comm.scratch import Scratch
-from zeroengine.comm.shm_native import DIVERGED, DONE, TYPES, Native, integers
+from zeroengine.comm.shm_native import DIVERGED, DONE, Native, integers
 from zeroengine.comm.stream import Order, Stream
 from zeroengine.comm.transport import FixedOrder
 from zeroengine.errors import RankError
@@ -79,7 +79,6 @@ class SharedTransport(FixedOrder):
         """Ends the transport, and the channels. Control blocks stay: a peer may still read what this rank announced last."""
         while self._channels:
             self._channels.popitem()[1].end()
-        self.stream.end()
         handle, self._handle = self._handle, 0
         if handle:
             self._native.group_delete(handle)
@@ -123,36 +122,28 @@ class SharedTransport(FixedOrder):
         self._done(self._native.finish(self._handle))
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
-        nbytes = shard.nbytes
-        self._done(self._native.all_gather(self._handle, full.data_ptr(), shard.data_ptr(), nbytes))
+        self._run(self.stream.all_gather(full, shard))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, scale: float, accumulate: bool) -> None:
-        wire, kind = TYPES.get(full.dtype, -1), TYPES.get(shard.dtype, -1)
-        if self._native.can_sum(wire, kind):
-            self._done(
-                self._native.reduce_scatter(
-                    self._handle, shard.data_ptr(), full.data_ptr(), shard.numel(), wire, kind, scale, int(accumulate)
-                )
-            )
+        order = self.stream.reduce_scatter(shard, full, scale, accumulate)
+        if order is not None:
+            self._run(order)
         else:
             super().reduce_scatter(shard, full, scale, accumulate)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, scale: float) -> None:
-        data = tensor.view(-1)
-        kind = TYPES.get(data.dtype, -1)
-        if op == "sum" and self._native.can_sum(kind, kind):
-            self._done(self._native.all_reduce(self._handle, data.data_ptr(), data.numel(), kind, scale))
+        order = self.stream.all_reduce(tensor, op, scale)
+        if order is not None:
+            self._run(order)
         else:
             super().all_reduce(tensor, op, scale)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        self._done(self._native.broadcast(self._handle, tensor.data_ptr(), tensor.nbytes, src))
+        self._run(self.stream.broadcast(tensor, src))
 
     def all_to_all(self, output: Tensor, input: Tensor, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None) -> None:
         if output_splits is None or input_splits is None:
-            block = input.nbytes // self.size
-            even = [block] * self.size
-            self._blocks(output, input, even, even, [block * self.rank] * self.size, block)
+            self._run(self.stream.all_to_all(output, input, self.size))
             return
         item = output.element_size()
         sends = torch.tensor([n * item for n in input_splits], dtype=torch.int64)
@@ -163,6 +154,10 @@ class SharedTransport(FixedOrder):
         self._blocks(output, input, receives, sends.tolist(), remote, int(matrix.max()))
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _run(self, order: Order) -> None:
+        """In this thread, as a part of the operation that was announced."""
+        self._done(self._native.run(self._handle, ctypes.byref(order)))
 
     def _blocks(self, output: Tensor, input: Tensor, receives: list[int], sends: list[int], remote: list[int], largest: int) -> None:
         status = self._native.all_to_all(

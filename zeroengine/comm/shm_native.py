@@ -1,4 +1,4 @@
-"""The C interface of csrc/shm. Calls that take long release the GIL."""
+"""The C interface of csrc/shm. Calls that take long release the GIL, and never need it while they hold a lock of their own."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "awaited": (_INT, (_I64,)),
     "finish": (_INT, (_I64,)),
     "can_sum": (_INT, (_INT, _INT)),
-    "all_gather": (_INT, (_I64, _I64, _I64, _I64)),
-    "reduce_scatter": (_INT, (_I64, _I64, _I64, _I64, _INT, _INT, _F64, _INT)),
-    "all_reduce": (_INT, (_I64, _I64, _I64, _INT, _F64)),
-    "broadcast": (_INT, (_I64, _I64, _I64, _INT)),
+    "run": (_INT, (_I64, ctypes.c_void_p)),
     "all_to_all": (_INT, (_I64, _I64, _I64, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _I64, _I64)),
     "stream_new": (_I64, (_I64,)),
     "stream_delete": (None, (_I64,)),
@@ -39,6 +36,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "stream_wait": (_INT, (_I64, _I64, _F64)),
     "stream_busy": (_INT, (_I64,)),
     "stream_span": (_INT, (_I64, _I64, ctypes.POINTER(_F64))),
+    "stream_stop": (None, (_I64,)),
     "stream_give_up": (None, (_I64,)),
     "stream_close": (None, (_I64,)),
     "copy": (None, (_I64, _I64, _I64)),
@@ -65,7 +63,7 @@ class Native:
     """Functions of the library, without their prefix."""
 
     def __init__(self, dll: ctypes.CDLL) -> None:
-        held = ctypes.PyDLL(dll._name)
+        held = ctypes.PyDLL(dll._name, handle=dll._handle)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(held if name in _QUICK else dll, f"ze_shm_{name}")
             function.restype, function.argtypes = result, arguments

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import os
 import time
+import weakref
 
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class Turn(enum.IntEnum):
 
 
 class Order(ctypes.Structure):
-    """One operation as csrc/shm/stream.h describes it."""
+    """One operation as csrc/shm/order.h describes it."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "target", "source", "count", "wire", "type", "with_")),
@@ -55,6 +57,9 @@ class Stream:
     def __init__(self, native: Native, group: int) -> None:
         self._native = native
         self._handle = int(native.stream_new(group))
+        self._pid = os.getpid()
+        # with the last who may wait; it does not touch the group, which may end earlier
+        weakref.finalize(self, _delete, native, self._handle, self._pid).atexit = False
         self.status = DONE  # of the operation that failed
 
     # -- what is native ----------------------------------------------------------------------------------------------
@@ -106,7 +111,7 @@ class Stream:
     @property
     def done(self) -> int:
         """How many operations were done."""
-        return int(self._native.stream_done(self._handle)) if self._handle else 0
+        return int(self._native.stream_done(self._handle))
 
     def wait(self, index: int, seconds: float) -> bool:
         """Whether operation `index` was done within so many seconds, or all were given up."""
@@ -119,23 +124,27 @@ class Stream:
     @property
     def busy(self) -> bool:
         """A native operation runs."""
-        return bool(self._handle and self._native.stream_busy(self._handle))
+        return bool(self._native.stream_busy(self._handle))
 
     def span(self, index: int) -> tuple[float, float] | None:
         """When operation `index` began and ended (`time.perf_counter`); None for one of long ago."""
         times = (ctypes.c_double * 2)()
-        return (times[0], times[1]) if self._handle and self._native.stream_span(self._handle, index, times) else None
+        return (times[0], times[1]) if self._native.stream_span(self._handle, index, times) else None
+
+    def stop(self) -> None:
+        """No operation begins any more, and `serve` comes back after the one that runs."""
+        self._native.stream_stop(self._handle)
 
     def give_up(self) -> None:
-        """Nothing that waits for its turn will be done any more, and nobody waits for it."""
+        """As `stop`, and who waits goes on."""
         self._native.stream_give_up(self._handle)
 
     def close(self) -> None:
-        """After what was put, `serve` ends."""
-        self._native.stream_close(self._handle)
+        """After what was put, `serve` ends. Nothing in a forked child, whose copy nobody serves."""
+        if os.getpid() == self._pid:
+            self._native.stream_close(self._handle)
 
-    def end(self) -> None:
-        """When no thread is in `serve` or `wait`, before the group ends. What looks at it later sees no work."""
-        handle, self._handle = self._handle, 0
-        if handle:
-            self._native.stream_delete(handle)
+
+def _delete(native: Native, handle: int, pid: int) -> None:
+    if os.getpid() == pid:  # in a forked child its lock may be held for ever
+        native.stream_delete(handle)

@@ -23,6 +23,8 @@ from zeroengine.comm.verify import HeaderCheck
 from zeroengine.comm.wire import Wire
 
 AnyTransport = Transport | SharedTransport | TwoLevelTransport
+_Ordered = Callable[[Stream], Order | None]
+"""An operation in words that a stream knows; None for one that it does not."""
 
 _CLOSE_SECONDS = 5.0
 _INTERRUPT_SECONDS = 2.0
@@ -64,13 +66,12 @@ class TorchCommunicator:
         self._transport = shared or (SimulatedTransport if simulate else Transport)(wire, self.ranks, self.rank)
         self._simulates = simulate
         self._shared = shared if isinstance(shared, SharedTransport) else None
-        self._stream: Stream | None = self._shared.stream if self._shared is not None else None
         self._lane: Lane | None = None
         self._pairs: PairLanes | None = None
         if watch is not None:
             peers = tuple(r for r in self.ranks if r != self.ranks[self.rank])
             check = shared or HeaderCheck(name, wire, self.ranks, self.rank)
-            self._lane = Lane(name, peers, watch, check.verify, self._transport.interrupt, self._stream)
+            self._lane = Lane(name, peers, watch, check.verify, self._transport.interrupt, self._shared.stream if self._shared else None)
             self._pairs = PairLanes(name, wire, self.ranks, self.rank, watch, shared if channels else None)
 
     def empty(self, numel: int, like: Tensor) -> Tensor:
@@ -89,14 +90,14 @@ class TorchCommunicator:
     def all_gather(self, full: Tensor, shard: Tensor, subject: str) -> Work:
         checks.check_gather(self.name, self.size, full, shard, subject)
         mark = Fingerprint("all_gather", subject, full.numel(), full.dtype)
-        order = self._stream.all_gather(full, shard) if self._stream else None
-        return self._issue(mark, self._share(full.nbytes), partial(self._transport.all_gather, full, shard), full, shard, order=order)
+        run, order = partial(self._transport.all_gather, full, shard), partial(Stream.all_gather, full=full, shard=shard)
+        return self._issue(mark, self._share(full.nbytes), run, full, shard, order=order)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, subject: str, *, scale: float = 1.0, accumulate: bool = False) -> Work:
         checks.check_reduce_scatter(self.name, self.size, shard, full, scale, subject)
         mark = Fingerprint("reduce_scatter", subject, full.numel(), full.dtype, f"scale {scale:g}" if scale != 1 else "")
         run = partial(self._transport.reduce_scatter, shard, full, scale, accumulate)
-        order = self._stream.reduce_scatter(shard, full, scale, accumulate) if self._stream else None
+        order = partial(Stream.reduce_scatter, shard=shard, full=full, scale=scale, accumulate=accumulate)
         return self._issue(mark, self._share(full.nbytes), run, full, shard, order=order)
 
     def all_reduce(self, tensor: Tensor, subject: str, *, op: ReduceOp = "sum", scale: float = 1.0) -> Work:
@@ -105,15 +106,15 @@ class TorchCommunicator:
         detail = op if scale == 1 else f"{op}, scale {scale:g}"
         mark = Fingerprint("all_reduce", subject, tensor.numel(), tensor.dtype, detail)
         sent = checks.all_reduce_share(tensor, self.size)
-        order = self._stream.all_reduce(tensor, op, scale) if self._stream else None
-        return self._issue(mark, sent, partial(self._transport.all_reduce, tensor, op, scale), tensor, order=order)
+        run, order = partial(self._transport.all_reduce, tensor, op, scale), partial(Stream.all_reduce, tensor=tensor, op=op, scale=scale)
+        return self._issue(mark, sent, run, tensor, order=order)
 
     def broadcast(self, tensor: Tensor, src: int, subject: str) -> Work:
         checks.flat(self.name, subject, tensor)
         checks.require(0 <= src < self.size, f"source {src} of a group of {self.size}", self.name, subject)
         mark = Fingerprint("broadcast", subject, tensor.numel(), tensor.dtype, f"from rank {self.ranks[src]}")
-        order = self._stream.broadcast(tensor, src) if self._stream else None
-        return self._issue(mark, self._share(tensor.nbytes), partial(self._transport.broadcast, tensor, src), tensor, order=order)
+        run, order = partial(self._transport.broadcast, tensor, src), partial(Stream.broadcast, tensor=tensor, src=src)
+        return self._issue(mark, self._share(tensor.nbytes), run, tensor, order=order)
 
     def all_to_all(
         self,
@@ -126,11 +127,11 @@ class TorchCommunicator:
     ) -> Work:
         checks.check_all_to_all(self.name, self.size, output, input, subject, output_splits, input_splits)
         sent = checks.all_to_all_share(input, input_splits, self.rank, self.size)
-        order: Order | None = None
+        order: _Ordered | None = None
         if input_splits is None or output_splits is None:
             mark = Fingerprint("all_to_all", subject, input.numel(), input.dtype)
             run = partial(self._transport.all_to_all, output, input, None, None)
-            order = self._stream.all_to_all(output, input, self.size) if self._stream else None
+            order = partial(Stream.all_to_all, output=output, input=input, size=self.size)
         else:
             sends, receives = tuple(input_splits), tuple(output_splits)
             mark = Fingerprint("all_to_all", subject, 0, input.dtype, "uneven blocks")
@@ -156,14 +157,13 @@ class TorchCommunicator:
         out = torch.empty(self.size, values.numel(), dtype=values.dtype)
         mark = Fingerprint("exchange", subject, values.numel(), values.dtype)
         sent = checks.exchange_share(values, self.size)
-        order = self._stream.all_gather(out, values) if self._stream else None
-        self._issue(mark, sent, partial(self._transport.all_gather, out, values), out, values, order=order).wait()
+        run, order = partial(self._transport.all_gather, out, values), partial(Stream.all_gather, full=out, shard=values)
+        self._issue(mark, sent, run, out, values, order=order).wait()
         return out
 
     def barrier(self, subject: str) -> None:
         # the comparison of fingerprints, or the meeting that ends an operation without data, is itself a barrier
-        order = self._stream.barrier() if self._stream else None
-        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), 0, _nothing, order=order).wait()
+        self._issue(Fingerprint("barrier", subject, 0, torch.uint8), 0, _nothing, order=Stream.barrier).wait()
 
     def run(self, mark: Fingerprint, sent: int, move: Callable[[AnyTransport], None]) -> Operation:
         """An operation of the caller's own in the order of the others: `move` moves data by the transport it is given, in the thread
@@ -209,19 +209,20 @@ class TorchCommunicator:
             self._transport.end()
             self.wire.close()
 
-    def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor, order: Order | None = None) -> Work:
+    def _issue(self, mark: Fingerprint, sent: int, run: Callable[[], None], *tensors: Tensor, order: _Ordered | None = None) -> Work:
         """`order`: the same as `run`, for the stream."""
         self._check_usable(mark.subject, *tensors)
         self.traffic.count(mark.kind, sent)
         if any(t.is_meta for t in tensors):
             run, order = _nothing, None
+        made = order(self._shared.stream) if self._shared is not None and order is not None else None
         listeners = self.listeners
         if not listeners:
-            return self._start(mark, run, tensors, order)
+            return self._start(mark, run, tensors, made)
         movement = Movement(self, mark.kind, mark.subject, sent)
-        if order is None or any(listener.hears_runs for listener in listeners):
+        if made is None or any(listener.hears_runs for listener in listeners):
             return Watched(self._start(mark, heard(run, movement, listeners), tensors), movement, listeners)
-        return _TimedByStream(self._start(mark, run, tensors, order), movement, listeners)
+        return _TimedByStream(self._start(mark, run, tensors, made), movement, listeners)
 
     def _watched(self, work: Work, kind: str, subject: str, sent: int) -> Work:
         return Watched(work, Movement(self, kind, subject, sent), self.listeners) if self.listeners else work
