@@ -150,3 +150,54 @@ def test_listeners_learn_when_data_moved() -> None:
     for times in run_ranks(_timed, 2, timeout=60):
         assert len(times) == 2
         assert all(0 <= t < 20 for each in times for t in each)
+
+
+def _left_alone(rank: int, world: int) -> list[str]:
+    fabric = _fabric()
+    comm = fabric.communicator("ring")
+    said = []
+    if rank == 0:
+        value = torch.ones(300_000)
+        works = [comm.all_reduce(value, "first"), comm.all_reduce(value, "second", op="max"), comm.all_reduce(value, "third")]
+        comm.close()  # rank 1 never comes
+        for work in works:
+            with pytest.raises(RuntimeError) as error:
+                work.wait()
+            said.append(str(error.value))
+        for _ in range(2):
+            comm.interrupt(RuntimeError("too late"))
+        with pytest.raises(RuntimeError, match="closed"):
+            comm.all_reduce(value, "fourth")
+        assert value.tolist() == [1.0] * 300_000
+    else:
+        comm.close()
+    return said
+
+
+def test_operations_that_a_close_gave_up_have_failed() -> None:
+    said = run_ranks(_left_alone, 2, timeout=60)[0]
+    assert len(said) == 3 and all("closed" in text or "given up" in text for text in said)
+
+
+def _broken_off(rank: int, world: int) -> str:
+    fabric = _fabric()
+    comm = fabric.communicator("ring")
+    value = torch.ones(10)
+    comm.all_reduce(value, "before").wait()
+    put = Stream.put
+
+    def interrupted(self: Stream, order: object) -> None:
+        raise KeyboardInterrupt
+
+    Stream.put = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_reduce(value, "in the middle")
+    Stream.put = put  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as error:
+        comm.all_reduce(value, "after")
+    return str(error.value)
+
+
+def test_a_submit_that_was_interrupted_ends_the_lane() -> None:
+    for text in run_ranks(_broken_off, 2, timeout=60):
+        assert "in the middle" in text and "KeyboardInterrupt" in text

@@ -28,9 +28,9 @@ def test_two_ranks_learn_what_one_learns(attention: str) -> None:
 
 
 def test_two_ranks_train_at_a_length_that_one_has_no_memory_for() -> None:
-    options = (*TINY, "--tokens", 8192, "--steps", 1, "--memory-limit", 50)
+    options = (*TINY, "--tokens", 8192, "--steps", 1, "--memory-limit", 40)
     alone = start_example("long_context.py", *options, ranks=1)[0]
-    assert alone.code == 1 and "8192 tokens on 1 rank(s) do not fit into 50 MiB; use more ranks" in alone.err
+    assert alone.code == 1 and "8192 tokens on 1 rank(s) do not fit into 40 MiB; use more ranks" in alone.err
     assert "4096 of 8192 tokens" in run_example("long_context.py", *options)
 
 
