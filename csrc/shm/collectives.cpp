@@ -79,6 +79,18 @@ Status blocks_in_rounds(Group& g, const char* input, const Blocks& b, Consume co
     return close(g, any_direct);
 }
 
+// Blocks of one size, one for each rank, one after the other.
+struct EvenBlocks {
+    std::vector<int64_t> offset, bytes, remote;
+
+    EvenBlocks(const Group& g, size_t block) {
+        const auto size = static_cast<int64_t>(block);
+        for (int p = 0; p < g.size(); ++p) offset.push_back(size * p);
+        bytes.assign(offset.size(), size);
+        remote.assign(offset.size(), size * g.rank());
+    }
+};
+
 // Everyone adds everything.
 Status small_all_reduce(Group& g, char* data, size_t count, int type, double scale) {
     copy(g.stage(), data, count * type_bytes(type), Store::kCached);
@@ -144,17 +156,19 @@ Status all_gather(Group& g, char* full, const char* shard, size_t bytes) {
 
 Status reduce_scatter(Group& g, char* out, const char* full, size_t count, int wire, int type, double scale,
                       bool accumulate) {
-    const auto slice = static_cast<int64_t>(count * type_bytes(wire));
-    const auto n = static_cast<size_t>(g.size());
-    std::vector<int64_t> offset(n), bytes(n, slice), remote(n, slice * g.rank());
-    for (size_t p = 0; p < n; ++p) offset[p] = slice * static_cast<int64_t>(p);
-    const auto total = static_cast<size_t>(slice) * n;
-    const Blocks blocks{
-        offset.data(), bytes.data(), nullptr, nullptr, remote.data(), total, static_cast<size_t>(slice)};
+    const size_t slice = count * type_bytes(wire);
+    const EvenBlocks even(g, slice);
+    const Blocks blocks{even.offset.data(),
+                        even.bytes.data(),
+                        nullptr,
+                        nullptr,
+                        even.remote.data(),
+                        slice * static_cast<size_t>(g.size()),
+                        slice};
     const Store how = store_of(count * type_bytes(type));
     return blocks_in_rounds(g, full, blocks, [&](size_t at, size_t most, const void* const* rows) {
         const size_t first = at / type_bytes(wire);
-        const size_t here = part(static_cast<size_t>(slice), at, most) / type_bytes(wire);
+        const size_t here = part(slice, at, most) / type_bytes(wire);
         sum(out + first * type_bytes(type), rows, g.size(), here, wire, type, scale, accumulate, how);
     });
 }
@@ -222,13 +236,15 @@ Status all_to_all(Group& g, char* output, const char* input, const Blocks& b) {
 }
 
 Status all_to_all(Group& g, char* output, const char* input, size_t block) {
-    const auto n = static_cast<size_t>(g.size());
-    const auto size = static_cast<int64_t>(block);
-    std::vector<int64_t> offset(n), bytes(n, size), remote(n, size * g.rank());
-    for (size_t p = 0; p < n; ++p) offset[p] = size * static_cast<int64_t>(p);
-    return all_to_all(
-        g, output, input,
-        Blocks{offset.data(), bytes.data(), offset.data(), bytes.data(), remote.data(), block * n, block});
+    const EvenBlocks even(g, block);
+    const Blocks blocks{even.offset.data(),
+                        even.bytes.data(),
+                        even.offset.data(),
+                        even.bytes.data(),
+                        even.remote.data(),
+                        block * static_cast<size_t>(g.size()),
+                        block};
+    return all_to_all(g, output, input, blocks);
 }
 
 }  // namespace ze::shm

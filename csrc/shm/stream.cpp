@@ -85,8 +85,7 @@ void Stream::stop() {
 void Stream::give_up() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        stopped_ = given_up_ = true;
-        orders_.clear();
+        given_up_ = true;
     }
     passed_.notify_all();
 }

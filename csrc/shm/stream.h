@@ -38,7 +38,7 @@ class Stream {
 
     // No order begins any more; `serve` comes back from the one that runs. Does not end it: see Group::interrupt.
     void stop();
-    // As `stop`, and who waits goes on.
+    // After `stop`: who waits goes on.
     void give_up();
     // No order follows.
     void close();

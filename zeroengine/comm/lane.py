@@ -40,7 +40,7 @@ class Operation:
     """`Work` of a lane. Holds its tensors (through the closure it runs) until it is finished. `native`: the stream does it, and
     `run` raises the error of one that has failed."""
 
-    __slots__ = ("lane", "index", "fingerprint", "native", "_run", "_finished", "_error", "__weakref__")
+    __slots__ = ("lane", "index", "fingerprint", "native", "_run", "_finished", "_error")
 
     def __init__(self, lane: Lane, index: int, fingerprint: Fingerprint, run: Callable[[], None], native: bool = False) -> None:
         self.lane = lane
@@ -107,7 +107,7 @@ class Line(Protocol):
     @property
     def done(self) -> int: ...
 
-    def wait(self, index: int, seconds: float) -> bool: ...
+    def wait(self, index: int, seconds: float) -> None: ...
 
     @property
     def busy(self) -> bool: ...
@@ -146,9 +146,9 @@ class Queue:
         self._taken = self._orders.get()
         return Turn.FOREIGN if self._taken else Turn.CLOSED
 
-    def wait(self, index: int, seconds: float) -> bool:
+    def wait(self, index: int, seconds: float) -> None:
         with self._passed:
-            return self._passed.wait_for(lambda: self._given_up or self.done > index, seconds)
+            self._passed.wait_for(lambda: self._given_up or self.done > index, seconds)
 
     def span(self, index: int) -> tuple[float, float] | None:
         return None  # who wants to know is there when Python runs it

@@ -113,13 +113,12 @@ class Stream:
         """How many operations were done."""
         return int(self._native.stream_done(self._handle))
 
-    def wait(self, index: int, seconds: float) -> bool:
-        """Whether operation `index` was done within so many seconds, or all were given up."""
+    def wait(self, index: int, seconds: float) -> None:
+        """Returns when operation `index` was done, when all were given up, or after so many seconds."""
         deadline = time.monotonic() + seconds
         while not self._native.stream_wait(self._handle, index, max(0.0, min(_SLICE, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
-                return False
-        return True
+                return
 
     @property
     def busy(self) -> bool:
@@ -136,7 +135,7 @@ class Stream:
         self._native.stream_stop(self._handle)
 
     def give_up(self) -> None:
-        """As `stop`, and who waits goes on."""
+        """After `stop`: who waits goes on."""
         self._native.stream_give_up(self._handle)
 
     def close(self) -> None:
