@@ -11,8 +11,10 @@ namespace {
 
 using namespace ze;
 
+// Read before their turn: these are more streams than a processor follows, and it stops at the end of each page.
 constexpr int64_t kLine = 16;          // elements of a cache line
-constexpr int64_t kAhead = 4 * kLine;  // read into the cache before their turn: more streams than a processor follows
+constexpr int64_t kAhead = 8 * kLine;  // into the nearest cache
+constexpr int64_t kFar = 16 * kLine;   // so often, and so far ahead, one line into the next cache: finds the page, too
 
 template <class Rule>
 void apply(int64_t n, float* __restrict p, const float* __restrict g, float* __restrict a, float* __restrict b,
@@ -37,6 +39,13 @@ void apply(int64_t n, float* __restrict p, const float* __restrict g, float* __r
         if constexpr (Rule::kStates > 0) __builtin_prefetch(a + i + kAhead, 1);
         if constexpr (Rule::kStates > 1) __builtin_prefetch(b + i + kAhead, 1);
         if constexpr (Rule::kStates > 2) __builtin_prefetch(c + i + kAhead, 1);
+        if (i % kFar == 0) {
+            __builtin_prefetch(p + i + kFar, 0, 2);
+            __builtin_prefetch(g + i + kFar, 0, 2);
+            if constexpr (Rule::kStates > 0) __builtin_prefetch(a + i + kFar, 0, 2);
+            if constexpr (Rule::kStates > 1) __builtin_prefetch(b + i + kFar, 0, 2);
+            if constexpr (Rule::kStates > 2) __builtin_prefetch(c + i + kFar, 0, 2);
+        }
         for (int64_t k = i; k < i + kLine; ++k) one(k);
     }
     for (; i < n; ++i) one(i);

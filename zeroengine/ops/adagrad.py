@@ -9,8 +9,8 @@ from torch import Tensor
 
 from zeroengine.errors import ConfigError
 from zeroengine.ops.adam import refuse_low_precision_states
-from zeroengine.ops.optimizer import FusedOptimizer, Group, check_range
-from zeroengine.ops.rules import ADAGRAD, Numbers, Rule, adagrad_hypers
+from zeroengine.ops.optimizer import FusedOptimizer, Group, Plan, check_range
+from zeroengine.ops.rules import ADAGRAD, Numbers, adagrad_hypers
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -42,10 +42,8 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
-        if "sum" not in state:
-            state["sum"] = self._zeros(p, group["initial_accumulator_value"])
-        return ADAGRAD, [state["sum"]]
+    def _plan(self, group: Group) -> Plan:
+        return Plan(ADAGRAD, ("sum",), group["initial_accumulator_value"])
 
     def _hypers(self, group: Group, mark: float) -> Numbers:
         return adagrad_hypers(mark, float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"])

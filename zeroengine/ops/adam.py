@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroengine.errors import ConfigError
-from zeroengine.ops.optimizer import FusedOptimizer, Group, as_betas, check_range
-from zeroengine.ops.rules import ADAM, ADAM_MAX, ADAMW, ADAMW_MAX, Numbers, Rule, adam_hypers
+from zeroengine.ops.optimizer import FusedOptimizer, Group, Plan, as_betas, check_range
+from zeroengine.ops.rules import ADAM, ADAM_MAX, ADAMW, ADAMW_MAX, Numbers, adam_hypers
 
 
 class FusedAdam(FusedOptimizer):
@@ -48,17 +48,10 @@ class FusedAdam(FusedOptimizer):
     def _fixed(self) -> dict[str, Any]:
         return {"decoupled_weight_decay": self.adam_w_mode}  # torch's name for it
 
-    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
-        largest = group["amsgrad"]
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if largest else ("exp_avg", "exp_avg_sq")
-        for name in names:
-            if name not in state:
-                state[name] = self._zeros(p)
-        if self.adam_w_mode:
-            rule = ADAMW_MAX if largest else ADAMW
-        else:
-            rule = ADAM_MAX if largest else ADAM
-        return rule, [state[name] for name in names]
+    def _plan(self, group: Group) -> Plan:
+        if group["amsgrad"]:
+            return Plan(ADAMW_MAX if self.adam_w_mode else ADAM_MAX, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        return Plan(ADAMW if self.adam_w_mode else ADAM, ("exp_avg", "exp_avg_sq"))
 
     def _hypers(self, group: Group, mark: float) -> Numbers:
         lr, decoupled, corrected = float(group["lr"]), self.adam_w_mode, group["bias_correction"]

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroengine.ops.adam import refuse_low_precision_states
-from zeroengine.ops.optimizer import FusedOptimizer, Group, as_betas, check_range
-from zeroengine.ops.rules import LION, Numbers, Rule, lion_hypers
+from zeroengine.ops.optimizer import FusedOptimizer, Group, Plan, as_betas, check_range
+from zeroengine.ops.rules import LION, Numbers, lion_hypers
 
 
 class FusedLion(FusedOptimizer):
@@ -30,10 +30,8 @@ class FusedLion(FusedOptimizer):
         check_range("weight_decay", weight_decay)
         super().__init__(params, {"lr": lr, "betas": as_betas(betas), "weight_decay": weight_decay})
 
-    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
-        if "exp_avg" not in state:
-            state["exp_avg"] = self._zeros(p)
-        return LION, [state["exp_avg"]]
+    def _plan(self, group: Group) -> Plan:
+        return Plan(LION, ("exp_avg",))
 
     def _hypers(self, group: Group, mark: float) -> Numbers:
         return lion_hypers(float(group["lr"]), group["betas"], group["weight_decay"])

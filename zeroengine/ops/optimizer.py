@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,10 +57,18 @@ def _count(step: Tensor) -> float:
     return value.value
 
 
+class Plan(NamedTuple):
+    """What happens to the parameters of a group in a step."""
+
+    rule: Rule
+    states: tuple[str, ...]  # names, in the order of the rule
+    start: float = 0.0  # what new states are full of
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of optimizers that update each element by itself, all parameters in one pass over the memory.
 
-    A subclass says for a parameter which rule applies, with which states and numbers. Parameters may be fp32 (the usual case:
+    A subclass says for a group which rule applies, with which states and numbers. Parameters may be fp32 (the usual case:
     masters), bf16, fp16 or fp64, on a CPU or a GPU; states are fp32 (fp64 for fp64).
     """
 
@@ -89,7 +97,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ConfigError: a gradient or copy does not fit its parameter. Nothing has been changed then.
         """
         loss = evaluate(closure)
-        found: list[tuple[Group, Tensor, Tensor, Tensor | None]] = []
+        found: list[tuple[int, Tensor, Tensor, Tensor | None]] = []
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 grad = p.grad if grads is None else grads.get(p, p.grad)
@@ -97,16 +105,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                     copy = None if copies is None else copies.get(p)
                     if not _fits(p, grad) or (copy is not None and not _alike(p, copy)):
                         raise self._misfit(f"parameter {i} of group {g}", p, grad, copy)
-                    found.append((group, p, grad, copy))
-        ready = [self._ready(group, p) for group, p, _, _ in found]
+                    found.append((g, p, grad, copy))
+        plans = [self._plan(group) for group in self.param_groups]
+        ready = [self._ready(plans[g], p, grad) for g, p, grad, _ in found]
         work: dict[Rule, list[Segment]] = {}
         known: dict[tuple[int, float], Numbers] = {}
-        for (group, p, grad, copy), (rule, states, step, fresh) in zip(found, ready, strict=True):
+        for (g, p, grad, copy), (states, step, fresh) in zip(found, ready, strict=True):
             mark = (1.0 if fresh else 2.0) if step is None else _count(step)
-            hypers = known.get((id(group), mark))
+            hypers = known.get((g, mark))
             if hypers is None:
-                hypers = known[id(group), mark] = self._hypers(group, mark)
-            work.setdefault(rule, []).append((p, grad, states, copy, hypers))
+                hypers = known[g, mark] = self._hypers(self.param_groups[g], mark)
+            work.setdefault(plans[g].rule, []).append((p, grad, states, copy, hypers))
         for rule, segments in work.items():
             flat.update(rule, segments, grad_scale, self._library)
         return loss
@@ -117,8 +126,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             known[device] = flat.update_library(device)
         return known[device]
 
-    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
-        """The rule of `p` in this step and its states, which are made if need be."""
+    def _plan(self, group: Group) -> Plan:
+        """What happens to a group's parameters in this step."""
         raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
 
     def _hypers(self, group: Group, mark: float) -> Numbers:
@@ -126,17 +135,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         2 every other)."""
         raise NotImplementedError(f"{type(self).__name__} is a base class; use one of its subclasses")
 
-    def _ready(self, group: Group, p: Tensor) -> tuple[Rule, list[Tensor], Tensor | None, bool]:
-        """The rule, the states, the count of steps where there is one, and whether the parameter had no state."""
+    def _ready(self, plan: Plan, p: Tensor, grad: Tensor) -> tuple[list[Tensor], Tensor | None, bool]:
+        """The states, which are made if need be, the count of steps where there is one, and whether the parameter had no state."""
         state = self.state.get(p, {})
         step = state.get("step") if self.counted else None
         fresh = step is None and all(value is None for value in state.values())
-        rule, states = self._prepare(group, p, state)
+        states: list[Tensor] = []
+        for name in plan.states:
+            held = state.get(name)
+            if held is None:
+                held = state[name] = zeros_like(p, state_dtype(p), beside=(p, grad, *states))
+                if plan.start:
+                    held.fill_(plan.start)
+            states.append(held)
         if self.counted and (type(step) is not Tensor or step.dtype is not torch.float32 or step.dim() or not step.is_cpu):
             step = state["step"] = torch.tensor(float(step or 0), dtype=torch.float32, device="cpu")
         if fresh and state:
             self.state[p] = state
-        return rule, states, step, fresh
+        return states, step, fresh
 
     def _misfit(self, who: str, p: Tensor, grad: Tensor, copy: Tensor | None) -> ConfigError:
         name = type(self).__name__
@@ -148,11 +164,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         return ConfigError(f"{name}: {who} has shape {tuple(p.shape)} on {p.device}, its {what} {tuple(t.shape)} on {t.device}")
 
     # --- state --------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _zeros(p: Tensor, fill: float = 0.0) -> Tensor:
-        zeros = zeros_like(p, state_dtype(p))
-        return zeros.fill_(fill) if fill else zeros
 
     def _fixed(self) -> dict[str, Any]:
         """What a subclass fixes for all groups; groups of another kind are not loaded into it."""

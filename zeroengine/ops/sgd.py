@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from zeroengine.errors import ConfigError
-from zeroengine.ops.optimizer import FusedOptimizer, Group, check_range
-from zeroengine.ops.rules import SGD, SGD_MOMENTUM, SGD_NESTEROV, Numbers, Rule, sgd_hypers
+from zeroengine.ops.optimizer import FusedOptimizer, Group, Plan, check_range
+from zeroengine.ops.rules import SGD, SGD_MOMENTUM, SGD_NESTEROV, Numbers, sgd_hypers
 
 
 class FusedSGD(FusedOptimizer):
@@ -40,12 +40,10 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _prepare(self, group: Group, p: Tensor, state: dict[str, Any]) -> tuple[Rule, list[Tensor]]:
+    def _plan(self, group: Group) -> Plan:
         if group["momentum"] == 0:
-            return SGD, []
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = self._zeros(p)
-        return SGD_NESTEROV if group["nesterov"] else SGD_MOMENTUM, [state["momentum_buffer"]]
+            return Plan(SGD, ())
+        return Plan(SGD_NESTEROV if group["nesterov"] else SGD_MOMENTUM, ("momentum_buffer",))
 
     def _hypers(self, group: Group, mark: float) -> Numbers:
         first, momentum = mark == 1.0, float(group["momentum"])
