@@ -134,16 +134,16 @@ Status all_gather(Group& g, char* full, const char* shard, size_t bytes) {
     const Source own = g.source_of(shard, bytes);
     auto stage = [&](size_t at) {
         const size_t n = part(bytes, at, g.half());
-        copy(g.stage(), shard + at, n, store_of(n));
+        copy(g.stage(), shard + at, n, Store::kCached);
         return g.staged();
     };
     ZE_MEET(own.direct ? own : stage(0));
     const bool any_direct = g.any_direct();
     const size_t most = g.any_staged() ? g.half() : bytes;
     const Store how = store_of(bytes);  // by the shard: a whole of 4 MiB that is used at once stays cached
-    copy(full + g.rank() * bytes, shard, bytes, how);
     for (size_t at = 0; at < bytes; at += most) {
         if (at != 0) ZE_MEET(own.direct ? own : stage(at));
+        copy(full + g.rank() * bytes + at, shard + at, part(bytes, at, most), how);  // staged: it is in the cache
         for (int i = 1; i < g.size(); ++i) {
             const int p = (g.rank() + i) % g.size();
             const char* from = g.data(p) + (g.direct(p) ? at : 0);
@@ -184,7 +184,7 @@ Status all_reduce(Group& g, char* data, size_t count, int type, double scale) {
     auto stage = [&](size_t first) {
         staged = g.stage();
         const size_t n = part(count, first, piece) * item;
-        copy(staged, data + first * item, n, store_of(n));
+        copy(staged, data + first * item, n, Store::kCached);
         return g.staged();
     };
     Source source = own.direct ? own : stage(0);
@@ -210,7 +210,7 @@ Status broadcast(Group& g, char* data, size_t bytes, int src) {
     auto stage = [&](size_t at) {
         if (!mine || own.direct) return own;
         const size_t n = part(bytes, at, g.half());
-        copy(g.stage(), data + at, n, store_of(n));
+        copy(g.stage(), data + at, n, Store::kCached);
         return g.staged();
     };
     ZE_MEET(stage(0));

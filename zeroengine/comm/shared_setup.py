@@ -27,10 +27,9 @@ from zeroengine.logging import logger
 
 ENVIRONMENT = "ZE_COMM"
 _CHOICES = ("auto", "gloo")
-_HALF = 4 << 20  # bytes of half a staging area: a round is worth its meeting also where ranks share cores
+_HALF = 1 << 20  # bytes of half a staging area: it stays in the cache from the writer to the reader, and is worth a meeting
 _ADDRESS_SPACE = 16 << 40  # for the arenas of all ranks of the host; a process has 128 TiB
 _SPIN = 300  # looks at a peer's word before sleeping, some microseconds: cores are short, and sleeping costs as much
-_HALF_OF_PAIR = 1 << 20  # bytes of half the staging area of messages from one rank to one other
 
 Connect = Callable[[tuple[int, ...]], Wire]
 
@@ -157,7 +156,7 @@ class SharedMemory:
         """Where the control blocks of messages to and from each place of this host begin; -1 if there is no room for them."""
         if self._native is None or self._arena is None:
             return -1
-        each = self._native.control_bytes(_HALF_OF_PAIR)
+        each = self._native.control_bytes(_HALF)
         start = self._arena.reserve(2 * places * each, counted=False)
         if start is None:
             return -1
@@ -224,12 +223,12 @@ class SharedMemory:
 
 def _open_pair(native: Native, arena: Arena, bases: list[int], pairs: list[int], place: int, src: int, dst: int) -> int:
     """The native group for messages from place `src` to place `dst`. A rank's blocks lie by peer: what goes out, what comes in."""
-    each = native.control_bytes(_HALF_OF_PAIR)
+    each = native.control_bytes(_HALF)
     if place == src:
         arena.count(each)
     controls = integers([pairs[src] + 2 * dst * each, pairs[dst] + (2 * src + 1) * each])
     ends = integers([bases[src], bases[dst]])
-    return int(native.group_new(2, int(place == dst), ends, controls, arena.size, _HALF_OF_PAIR, _SPIN))
+    return int(native.group_new(2, int(place == dst), ends, controls, arena.size, _HALF, _SPIN))
 
 
 def _hosts(offers: list[_Offer]) -> list[list[int]]:
