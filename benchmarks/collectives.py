@@ -1,5 +1,5 @@
-"""`python -m benchmarks.collectives`: collectives between processes of this host, ours against Gloo and a plain copy. `message`: each
-rank sends the tensor to the next one.
+"""`python -m benchmarks.collectives`: collectives between processes of this host, ours against Gloo, a plain copy, and what the machine's
+memory allows. `message`: each rank sends the tensor to the next one.
 
 For every size and operation the systems take turns; reported are medians over the rounds and the ratio of Gloo to ours,
 round by round.
@@ -27,11 +27,12 @@ from benchmarks.harness import (
     write,
     write_json,
 )
+from benchmarks.moving import SYSTEMS
 from zeroengine.arguments import positive, positive_numbers
 
-_DESCRIPTION = "Collectives through shared memory against Gloo and memcpy."
+_DESCRIPTION = "Collectives through shared memory against Gloo, memcpy and what the memory allows."
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "message")
-_SYSTEMS = ("shared", "staged", "gloo", "memcpy")
+_RATIOS = ("gloo_over_shared", "gloo_over_staged", "gloo_over_limit", "shared_over_memcpy", "shared_over_limit")
 _MIB = 1 << 20
 Times = dict[str, list[float]]
 
@@ -59,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(group: WorkerGroup, operation: str, size: int, rounds: int, repeats: int) -> Times:
     """By system: one time a round, of the slowest rank, the median of its repetitions. The first round is not counted."""
-    times: Times = {system: [] for system in _SYSTEMS}
+    times: Times = {system: [] for system in SYSTEMS}
     for turn in range(rounds + 1):
-        for system in rotated(_SYSTEMS, turn):
+        for system in rotated(SYSTEMS, turn):
             answers = group.ask({"system": system, "operation": operation, "size": size, "repeats": repeats})
             slowest = [max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)]
             if turn:
@@ -70,25 +71,27 @@ def measure(group: WorkerGroup, operation: str, size: int, rounds: int, repeats:
 
 
 def summarize(times: Times) -> dict[str, Any]:
-    """Medians in seconds, and paired ratios: how many times faster than Gloo, and how many copies of the tensor long."""
+    """Medians in seconds, and paired ratios: how many times faster than Gloo, how many copies of the tensor long, and how many times as
+    long as the machine's memory allows."""
     return {
         "seconds": {system: statistics.median(values) for system, values in times.items()},
         "gloo_over_shared": paired_ratio(times["gloo"], times["shared"]),
         "gloo_over_staged": paired_ratio(times["gloo"], times["staged"]),
+        "gloo_over_limit": paired_ratio(times["gloo"], times["limit"]),
         "shared_over_memcpy": paired_ratio(times["shared"], times["memcpy"]),
+        "shared_over_limit": paired_ratio(times["shared"], times["limit"]),
         "raw": times,
     }
 
 
 def render(results: list[dict[str, Any]]) -> str:
     header = [
-        "operation", "ranks", "MiB", "shared ms", "staged ms", "gloo ms", "memcpy ms", "gloo ÷ shared", "gloo ÷ staged",
-        "shared ÷ memcpy",
+        "operation", "ranks", "MiB", *(f"{system} ms" for system in SYSTEMS), *(name.replace("_over_", " ÷ ") for name in _RATIOS),
     ]  # fmt: skip
     rows = []
     for r in results:
-        milliseconds = [number(r["seconds"][system] * 1e3, ".2f") for system in _SYSTEMS]
-        ratios = [r[name]["median"] for name in ("gloo_over_shared", "gloo_over_staged", "shared_over_memcpy")]
+        milliseconds = [number(r["seconds"][system] * 1e3, ".2f") for system in SYSTEMS]
+        ratios = [r[name]["median"] for name in _RATIOS]
         rows.append([r["operation"], str(r["ranks"]), str(r["mib"]), *milliseconds, *(number(x, ".1f") for x in ratios)])
     return table(header, rows)
 
@@ -99,7 +102,7 @@ def _plot(results: list[dict[str, Any]], path: Path) -> None:
 
     names = [f"{r['operation']}, {r['ranks']} ranks, {r['mib']} MiB" for r in results]
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(names) + 1.5))
-    for name, color in (("gloo_over_staged", "#ddccaa"), ("gloo_over_shared", "#4477aa")):
+    for name, color in (("gloo_over_staged", "#ddccaa"), ("gloo_over_shared", "#4477aa"), ("gloo_over_limit", "#cccccc")):
         axes.barh(names, [r[name]["median"] for r in results], color=color, label=name.rpartition("_")[2])
     axes.axvline(10.0, color="black", linewidth=0.8)
     axes.set_xlabel("times faster than Gloo (median of rounds)")

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 
 from zeroengine.comm import Fabric, all_gather_into_tensor, init_distributed, reduce_scatter_tensor
+from zeroengine.ops.aio import copy_away
 
-SYSTEMS = ("shared", "staged", "gloo", "memcpy")
+SYSTEMS = ("shared", "staged", "gloo", "memcpy", "limit")
 
 
 class MovingJob:
     """`shared`: our collectives on memory from `Communicator.empty`; `staged`: on ordinary memory; `gloo`: the process
-    group's own; `memcpy`: one copy of the full tensor on every rank at once, as a measure of the machine.
+    group's own; `memcpy`: one copy of the full tensor on every rank at once, as a measure of the machine; `limit`: copies past the
+    caches, on every rank at once, of as many bytes as the operation must read and write there (`least_bytes`), in such memory, too.
 
     fp32; a size is that of the full tensor in bytes.
     """
@@ -29,7 +31,7 @@ class MovingJob:
         for size in sizes:
             numel = size // 4 // self.comm.size * self.comm.size
             for system in SYSTEMS:
-                make = self.comm.empty if system == "shared" else _ordinary
+                make = self.comm.empty if system in ("shared", "limit") else _ordinary
                 self.full[system, size] = (make(numel, like).fill_(1.0), make(numel, like).fill_(1.0))
 
     def ready(self) -> dict[str, Any]:
@@ -44,12 +46,20 @@ class MovingJob:
             start = time.perf_counter()
             if system == "memcpy":
                 other.copy_(full)
+            elif system == "limit":
+                self._copy(least_bytes(operation, size, self.comm.size, self.comm.rank) // 2, full, other)
             elif system == "gloo":
                 self._gloo(operation, full, other)
             else:
                 self._ours(operation, full, other)
             seconds.append(time.perf_counter() - start)
         return {"seconds": seconds}
+
+    @staticmethod
+    def _copy(nbytes: int, full: torch.Tensor, other: torch.Tensor) -> None:
+        while (part := min(nbytes // full.element_size(), full.numel())) > 0:
+            copy_away(other[:part], full[:part])
+            nbytes -= part * full.element_size()
 
     def _ours(self, operation: str, full: torch.Tensor, other: torch.Tensor) -> None:
         comm, shard = self.comm, other[: full.numel() // self.comm.size]
@@ -87,6 +97,20 @@ class MovingJob:
                 sent.wait()
         else:
             dist.all_to_all_single(other, full)
+
+
+def least_bytes(operation: str, size: int, ranks: int, rank: int) -> int:
+    """Bytes that a rank reads and writes in an operation on a tensor of `size` bytes, if every rank reads the others' memory where it
+    lies and no result is in a cache when it is read again. broadcast is from rank 0."""
+    gather, shard = 2 * size, size // ranks
+    return {
+        "all_gather": gather,
+        "reduce_scatter": size + shard,
+        "all_reduce": size + shard + 2 * (size - shard),
+        "broadcast": gather * int(rank != 0),
+        "all_to_all": gather,
+        "message": gather,
+    }[operation]
 
 
 def _ordinary(numel: int, like: torch.Tensor) -> torch.Tensor:
