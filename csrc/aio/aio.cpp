@@ -73,17 +73,15 @@ int run(const Request& r, int64_t at) {
 class Pool {
   public:
     explicit Pool(int threads) {
-        for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+        try {
+            for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+        } catch (...) {  // the system gives no more: those that run must end before their memory goes
+            end();
+            throw;
+        }
     }
 
-    ~Pool() {
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            ending_ = true;
-        }
-        wake_.notify_all();
-        for (std::thread& thread : threads_) thread.join();
-    }
+    ~Pool() { end(); }
 
     void submit(Request* request) {
         {
@@ -104,6 +102,15 @@ class Pool {
     }
 
   private:
+    void end() {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            ending_ = true;
+        }
+        wake_.notify_all();
+        for (std::thread& thread : threads_) thread.join();
+    }
+
     void work() {
         std::unique_lock<std::mutex> lock(mutex_);
         while (true) {

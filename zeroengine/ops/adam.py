@@ -34,7 +34,6 @@ class FusedAdam(FusedOptimizer):
         check_range("lr", float(lr))
         check_range("eps", eps)
         check_range("weight_decay", weight_decay)
-        self.adam_w_mode = bool(adam_w_mode)
         defaults = {
             "lr": lr,
             "bias_correction": bool(bias_correction),
@@ -42,11 +41,16 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": bool(amsgrad),
+            "decoupled_weight_decay": bool(adam_w_mode),  # torch's name for it
         }
         super().__init__(params, defaults)
 
+    @property
+    def adam_w_mode(self) -> bool:
+        return bool(self.defaults["decoupled_weight_decay"])
+
     def _fixed(self) -> dict[str, Any]:
-        return {"decoupled_weight_decay": self.adam_w_mode}  # torch's name for it
+        return {"decoupled_weight_decay": self.adam_w_mode}
 
     def _plan(self, group: Group) -> Plan:
         if group["amsgrad"]:

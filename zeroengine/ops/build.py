@@ -30,6 +30,7 @@ from zeroengine.logging import logger
 from zeroengine.ops import prebuilt
 from zeroengine.ops.against_torch import torch_flags
 from zeroengine.ops.cache import BuildFailed, Cache
+from zeroengine.ops.compile import is_whole
 from zeroengine.ops.sources import Sources, csrc
 from zeroengine.ops.toolchain import (
     Compiler,
@@ -67,8 +68,9 @@ def mode() -> str:
 
 
 def cache_folder() -> Path:
+    """Where libraries are kept. Raises RuntimeError where it is in a home that is not known."""
     chosen = os.environ.get("ZE_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "zeroengine" / "ops"
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "zeroengine" / "ops"
 
 
 def library(name: str, arch: str = "native") -> Library:
@@ -117,7 +119,7 @@ def find(name: str, arch: str = "native") -> Library:
     ready = prebuilt.find(sources)
     if ready is not None:
         try:
-            return Library(name, ctypes.CDLL(str(ready)), "built with the package", ready)
+            return Library(name, _load(sources, ready), "built with the package", ready)
         except OSError:
             pass  # of another C library, say; what is built here fits
     compiler = find_nvcc() if sources.cuda else find_cxx()
@@ -132,6 +134,15 @@ def find(name: str, arch: str = "native") -> Library:
     return _from_cache(sources, compiler, flags)
 
 
+def _load(sources: Sources, path: Path) -> ctypes.CDLL:
+    """Raises OSError where it cannot be loaded, or is something else."""
+    dll = ctypes.CDLL(str(path))
+    missing = [name for name in sources.functions if not hasattr(dll, name)]
+    if missing:
+        raise OSError(f"{path} has no function {missing[0]}")
+    return dll
+
+
 def _from_cache(sources: Sources, compiler: Compiler, flags: tuple[str, ...]) -> Library:
     try:
         cache = Cache(cache_folder())
@@ -144,7 +155,10 @@ def _from_cache(sources: Sources, compiler: Compiler, flags: tuple[str, ...]) ->
         except BuildFailed as failed:
             return Library(sources.name, None, str(failed))
         try:
-            return Library(sources.name, ctypes.CDLL(str(path)), "built on this machine", path)
+            if is_whole(path):
+                return Library(sources.name, _load(sources, path), "built on this machine", path)
+            problem = f"{path} is damaged"  # once more from the start
         except OSError as error:
-            problem = str(error)  # damaged, perhaps: once more from the start
+            problem = str(error)
+            break
     return Library(sources.name, None, f"it was built but cannot be loaded: {problem}")

@@ -69,7 +69,7 @@ class Cache:
         """Where another process tried and failed while this one waited, its answer is this one's too."""
         failed = target.with_suffix(".failed")
         with contextlib.suppress(FileNotFoundError):
-            if failed.stat().st_mtime_ns > began:
+            if began < failed.stat().st_mtime_ns <= time.time_ns():  # not one of the future, of another host's clock
                 raise BuildFailed(failed.read_text(errors="replace").partition("\n")[0])
 
     def _build(self, target: Path, sources: Sources, compiler: Compiler, flags: Sequence[str]) -> None:

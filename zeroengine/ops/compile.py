@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import shlex
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from zeroengine.ops.sources import Sources
-from zeroengine.ops.toolchain import Compiler, find_ninja
+from zeroengine.ops.toolchain import Compiler, end_group, find_ninja
 
+_DIGEST = 32  # bytes of a SHA-256 that follow a library: what was cut or damaged on a disk kills the process that loads it
 _SECONDS = 600  # a compiler that takes longer hangs
 _LINE = 300
 _LINKING = ("-l", "-L", "-Wl,")
@@ -40,10 +40,23 @@ def compile_library(sources: Sources, compiler: Compiler, flags: Sequence[str], 
             _run(command, target.parent, compiler)
     else:
         rules = target.with_name("build.ninja")
-        rules.write_text(_ninja_file(sources, commands, objects, link, target))
+        text = _ninja_file(sources, commands, objects, link, target)
+        rules.write_text(text, encoding="utf-8", errors="surrogateescape")  # a path may hold any bytes
         _run([ninja, "-f", str(rules)], target.parent, compiler)
     if not target.is_file():
         raise CompileError(f"the compiler ({shlex.join(compiler.command)}) reports success and made no library")
+    with target.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a file can be read, and is what `compile_library` made."""
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
 
 
 def _ninja_file(sources: Sources, commands: list[list[str]], objects: list[str], link: list[str], target: Path) -> str:
@@ -80,8 +93,7 @@ def _run(command: Sequence[str], folder: Path, compiler: Compiler) -> None:
     try:
         output, _ = process.communicate(timeout=_SECONDS)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        end_group(process)
         if isinstance(error, subprocess.TimeoutExpired):
             raise CompileError(f"the compiler did not end within {_SECONDS} s") from error
         raise
@@ -93,5 +105,5 @@ def _cause(output: str, compiler: Compiler) -> str:
     """The line of a compiler's output that says most; empty where it said nothing."""
     echo = ("FAILED", "ninja:", "[", shlex.join(compiler.command))  # ninja's own lines
     lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith(echo)]
-    told = [line for line in lines if "error" in line.lower()]
+    told = [line for line in lines if any(word in line.lower() for word in ("error", "failed:")) and not line.startswith("collect2:")]
     return (told or lines[-1:] or [""])[0][:_LINE]

@@ -18,6 +18,8 @@ from zeroengine.ops.rules import Rule
 _PIECE = {"cpu": 1 << 16}
 _PIECE_ELSEWHERE = 1 << 24
 
+_OF_TORCH = (Tensor, torch.nn.Parameter)
+
 
 def update_library(device: torch.device) -> ctypes.CDLL | None:
     """What updates natively on `device`. The answer follows the environment, which takes a while to read beside a step."""
@@ -59,6 +61,7 @@ def update(
             increment_version([t for s in fast for t in (s[0], s[3]) if t is not None])
 
 
+@torch.no_grad()
 def cast(targets: Sequence[Tensor], sources: Sequence[Tensor], scale: float | Tensor = 1.0) -> None:
     """targets[i] = sources[i] * scale in the target's dtype: fp32, bf16, fp16 (fp64 by the twin). Element-wise in fp32, rounded
     to nearest. A source may be its own target; else they must not overlap."""
@@ -71,12 +74,12 @@ def cast(targets: Sequence[Tensor], sources: Sequence[Tensor], scale: float | Te
     if not targets:
         return
     dll = choose("cast", targets[0].device).dll
-    if dll is not None and _fits((*targets, *sources)) and len({t.device for t in targets}) == 1:
+    if dll is not None and all(map(_plain, (*targets, *sources))) and len({t.device for t in targets}) == 1:
         native.cast(dll, targets, sources, scale)
         increment_version(list(targets))
     else:
         for target, source in zip(targets, sources, strict=True):
-            twins.cast(target, source.view(target.shape) if source.shape != target.shape else source, scale)
+            twins.cast(target, source.reshape(target.shape) if source.shape != target.shape else source, scale)
 
 
 def squares(sources: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,7 +94,7 @@ def squares(sources: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     if len({t.device for t in tensors}) > 1:
         raise ValueError(f"tensors of one call lie on one device, not on {sorted({str(t.device) for t in tensors})}")
     dll = choose("squares", tensors[0].device).dll
-    if dll is not None and _fits(tensors):
+    if dll is not None and all(map(_plain, tensors)):
         return native.squares(dll, tensors)
     both = [twins.squares(t) for t in tensors]
     return torch.stack([s for s, _ in both]), torch.stack([b for _, b in both])
@@ -110,19 +113,21 @@ def _takes(segment: Segment) -> bool:
     """Whether the native loop may have a segment: it trusts sizes and types. The twin takes the rest, or says what is wrong."""
     param, grad, states, copy, _ = segment
     n, device, beside = param.numel(), param.device, (grad,) if copy is None else (grad, copy)
-    if param.dtype not in KINDS or not param.is_contiguous():
+    if not _plain(param):
         return False
     for t in beside:
-        if t.dtype not in KINDS or t.numel() != n or t.device != device or not t.is_contiguous():
+        if t.numel() != n or t.device != device or not _plain(t):
             return False
     for t in states:
-        if t.dtype is not torch.float32 or t.numel() != n or t.device != device or not t.is_contiguous():
+        if t.dtype is not torch.float32 or t.numel() != n or t.device != device or not _plain(t):
             return False
     return True
 
 
-def _fits(tensors: Iterable[Tensor]) -> bool:
-    return all(t.dtype in KINDS and t.is_contiguous() for t in tensors)
+def _plain(t: Tensor) -> bool:
+    """Its elements lie one after the other where `data_ptr` says, and have the values that are written there: a DTensor has no memory
+    of its own, and torch negates lazily."""
+    return t.dtype in KINDS and t.is_contiguous() and not t.is_neg() and (type(t) in _OF_TORCH or t.data_ptr() != 0)
 
 
 def _update_by_twin(rule: Rule, segment: Segment, scale: float | Tensor) -> None:

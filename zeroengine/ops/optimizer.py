@@ -174,21 +174,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-            for key, value in self._fixed().items():
-                if group.get(key, value) != value:
-                    raise ConfigError(
-                        f"{type(self).__name__} has {key}={value} and was given state with {key}={group[key]}; load it into the "
-                        "optimizer it came from, or into one built with the same option"
-                    )
-            for key in _REFUSED:
-                if group.get(key):
-                    raise ConfigError(
-                        f"{type(self).__name__} was given a parameter group with {key}=True, which it does not have; use torch's optimizer"
-                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # torch says what is wrong with another
+            self._check(param_group)
+        super().add_param_group(param_group)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        name = type(self).__name__
+        for key, value in self._fixed().items():
+            if group.get(key, value) != value:
+                raise ConfigError(
+                    f"{name} has {key}={value} and was given a group with {key}={group[key]}; state goes into the optimizer it came "
+                    "from, or into one built with the same option"
+                )
+        for key in _REFUSED:
+            if group.get(key):
+                raise ConfigError(f"{name} was given a parameter group with {key}=True, which it does not have; use torch's optimizer")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also of torch's class of the same rule, and of this one's files from other devices. Moments keep their precision
         where the parameters are 16-bit (torch rounds them to the parameters' dtype)."""
+        for group in state_dict["param_groups"]:
+            self._check(group)
         super().load_state_dict(state_dict)
         given = [i for group in state_dict["param_groups"] for i in group["params"]]
         mine = [p for group in self.param_groups for p in group["params"]]

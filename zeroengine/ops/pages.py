@@ -22,6 +22,7 @@ from zeroengine.ops.heap import Heap
 
 _SMALL = 1 << 16  # bytes below which a tensor is torch's: few of them, or none of them matters
 _CHUNK = 32 << 20
+_PIECES = 16  # of a chunk, of which each may lie some way behind the one before it
 _LINE = 64
 _SETS = 4096  # bytes after which the sets of the nearest cache begin again
 _APART = 256
@@ -98,7 +99,7 @@ def _mapped(size: int, dtype: torch.dtype, beside: Sequence[Tensor]) -> Tensor |
             with _lock:
                 piece = None if _chunk is None else _chunk.cut(size, beside)
                 if piece is None:
-                    _chunk = _Chunk(_CHUNK, page)
+                    _chunk = _Chunk(_CHUNK + _PIECES * _ROOM, page)
                     piece = _chunk.cut(size, beside)
     except OSError:  # a limit of the process; torch's allocator has more to say, if it meets it too
         return None

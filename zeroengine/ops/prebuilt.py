@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from zeroengine.ops.compile import compile_library
+from zeroengine.ops.compile import compile_library, is_whole
 from zeroengine.ops.sources import Sources
 from zeroengine.ops.toolchain import Compiler, cpu_features, cxx_flags, portable
 
@@ -24,7 +24,7 @@ def find(sources: Sources, folder: Path = _FOLDER) -> Path | None:
         return None
     path = folder / f"{sources.name}.so"
     fits = about.get("sources") == sources.digest and set(about.get("needs", ())) <= set(cpu_features())
-    return path if fits and path.is_file() else None
+    return path if fits and path.is_file() and is_whole(path) else None
 
 
 def build(sources: Sources, compiler: Compiler, folder: Path) -> Path:

@@ -119,9 +119,16 @@ def _compilers() -> Section:
         "CUDA": told(find_nvcc()),
         "ninja": find_ninja() or "none; files are compiled one after another",
         "sources": str(csrc() or "missing"),
-        "cache": str(cache_folder()),
+        "cache": _cache(),
         "ZE_OPS": mode(),
     }
+
+
+def _cache() -> str:
+    try:
+        return str(cache_folder())
+    except RuntimeError as error:  # no home directory
+        return f"none: {error}; set ZE_CACHE_DIR"
 
 
 def _operations() -> Section:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
-_FORMAT = "1"  # of the key; raised when the same inputs shall lead to another library
+_FORMAT = "2"  # of the key; raised when the same inputs shall lead to another library
 _HEADERS = (".h", ".hpp", ".cuh")
+_EXPORTED = re.compile(rb"^ZE_EXPORT [\w ]+[ *](ze_\w+)\(", re.MULTILINE)
 
 
 def csrc() -> Path | None:
@@ -19,13 +21,17 @@ def csrc() -> Path | None:
     return None
 
 
+def _is_source(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.suffix in suffixes and not path.name.startswith(".") and path.is_file()  # editors keep links beside a file
+
+
 class Sources:
     """The files of one library: `<csrc>/<name>/*.cpp|cu`, and every header under csrc."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        units = sorted(p for p in (folder / name).glob("*") if p.suffix in (".cpp", ".cu"))
+        units = sorted(p for p in (folder / name).glob("*") if _is_source(p, (".cpp", ".cu")))
         self.units: tuple[Path, ...] = tuple(units)
         self.cuda = any(p.suffix == ".cu" for p in units)
 
@@ -35,9 +41,14 @@ class Sources:
         return any(b"#include <c10/" in p.read_bytes() for p in self.units)
 
     @functools.cached_property
+    def functions(self) -> tuple[str, ...]:
+        """Names that the library has for its callers."""
+        return tuple(name.decode() for p in self.units for name in _EXPORTED.findall(p.read_bytes()))
+
+    @functools.cached_property
     def digest(self) -> str:
         """Hash of the names and contents of all files that the compiler may read here."""
-        headers = sorted(p for p in self.folder.rglob("*") if p.suffix in _HEADERS)
+        headers = sorted(p for p in self.folder.rglob("*") if _is_source(p, _HEADERS))
         total = hashlib.sha256(_FORMAT.encode())
         for path in (*self.units, *headers):
             total.update(f"\0{path.relative_to(self.folder).as_posix()}\0".encode())

@@ -7,11 +7,13 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 _ASK_SECONDS = 30
+_END_SECONDS = 5.0  # for what was asked to end
 
 # No contraction of a*b+c: every element gets the same bits in the body and in the tail of a loop, in the CPU loop, the CUDA
 # kernel and the twin. Nothing here allows the compiler to reorder floating-point sums.
@@ -93,9 +95,12 @@ def nvcc_flags(arch: str) -> tuple[str, ...]:
 
 def find_cxx() -> Compiler | str:
     """$CXX, or the first of c++, g++ and clang++ that answers; else why there is none."""
-    chosen = os.environ.get("CXX")
+    chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        return _ask(tuple(shlex.split(chosen)), "$CXX")
+        try:
+            return _ask(tuple(shlex.split(chosen)), "$CXX")
+        except ValueError as error:
+            return f"$CXX ({chosen}) is not a command: {error}"
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return _ask((name,), "the C++ compiler")
@@ -115,22 +120,51 @@ def find_nvcc() -> Compiler | str:
 
 def find_ninja() -> str | None:
     """The program ninja: on PATH, or of the Python package of that name."""
-    found = shutil.which("ninja")
-    if found:
-        return found
+    found = [shutil.which("ninja")]
     try:
         import ninja
     except ImportError:
-        return None
-    return shutil.which("ninja", path=str(ninja.BIN_DIR))
+        pass
+    else:
+        found.append(shutil.which("ninja", path=str(ninja.BIN_DIR)))
+    return next((path for path in found if path and isinstance(_ask((path,), "ninja"), Compiler)), None)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Ends a process that leads a session, and what it started: ninja has its commands in groups of their own, and ends them."""
+    for signal_, seconds in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, signal_)
+            process.communicate(timeout=seconds)
+            return
+        except ProcessLookupError:
+            process.communicate()
+            return
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def _ask(command: tuple[str, ...], what: str) -> Compiler | str:
     named = f"{what} ({shlex.join(command)})"
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=_ASK_SECONDS, errors="replace")
-    except (OSError, subprocess.TimeoutExpired) as error:
+        process = subprocess.Popen(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
         return f"{named} cannot be run: {error}"
-    if done.returncode != 0:
-        return f"{named} does not work: --version ends with exit code {done.returncode}"
-    return Compiler(command, done.stdout.strip())
+    try:
+        output, _ = process.communicate(timeout=_ASK_SECONDS)
+    except BaseException as error:
+        end_group(process)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return f"{named} cannot be run: --version did not end within {_ASK_SECONDS} s"
+        raise
+    if process.returncode != 0:
+        return f"{named} does not work: --version ends with exit code {process.returncode}"
+    return Compiler(command, output.strip())
