@@ -365,3 +365,22 @@ def test_faults_of_one_rank_are_those_of_all() -> None:
     with pytest.raises(OffloadError, match=r"^doing: rank 0: first\. Do that$"):
         faults.agree(control, "doing", "Do that")
     faults.agree(control, "nothing")
+
+
+def test_too_few_threads_are_an_error() -> None:
+    """And not the end of the process, which a thread that nobody joined would be."""
+    code = """
+import resource
+import torch
+from zeroengine.ops.aio import file_io
+from zeroengine.ops.registry import choose
+choose("aio", torch.device("cpu"))
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20),) * 2)
+try:
+    file_io(64, 4096)
+except OSError as error:
+    print("OSError", error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("OSError"), done

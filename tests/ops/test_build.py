@@ -16,7 +16,7 @@ import torch
 from tests.ops.toolbox import NEEDS_COMPILER, REAL, compiler_works, tiny_sources
 from zeroengine.errors import ConfigError, ZeroEngineError
 from zeroengine.logging import logger
-from zeroengine.ops import FusedAdam, build, prebuilt
+from zeroengine.ops import FusedAdam, build, prebuilt, report
 from zeroengine.ops.registry import OPERATIONS, choose
 from zeroengine.ops.sources import csrc
 from zeroengine.ops.toolchain import Compiler
@@ -112,6 +112,47 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ZE_CACHE_DIR", str(tmp_path / "file" / "cache"))
     missing("cannot be written", said)
+
+
+@pytest.mark.parametrize("command", ['g++ "-O2', "   "])
+def test_a_command_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], command: str) -> None:
+    monkeypatch.setenv("CXX", command)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ZE_CACHE_DIR", str(tmp_path))
+    missing("not a command: No closing quotation" if command.strip() else "no C++ compiler", said)
+
+
+@NEEDS_COMPILER
+def test_a_library_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    other = tmp_path / "other-cxx"
+    build_it = f'case "$*" in *" -c "*) ;; *) for o; do :; done; {REAL} -shared -x c++ /dev/null -o "$o";; esac'
+    other.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo other 1.0 && exit 0\n{build_it}\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    monkeypatch.setenv("ZE_CACHE_DIR", str(tmp_path / "cache"))
+    missing("has no function ze_", said)
+
+
+@NEEDS_COMPILER
+def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative folder, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZE_CACHE_DIR", "cache")
+    found = build.find("aio")
+    assert found and found.path is not None and found.path.is_absolute(), found.reason
+    whole = found.path.read_bytes()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / found.path.name).write_bytes(whole[: len(whole) * 2 // 3])
+    out, said = run(
+        "from zeroengine.ops import build\nfound = build.find('aio')\nprint(bool(found), found.path.stat().st_size)", ZE_CACHE_DIR=str(copy)
+    )
+    assert out == [f"True {len(whole)}"] and not said
+
+
+def test_the_report_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZE_CACHE_DIR", "~no-such-user/cache")
+    assert "set ZE_CACHE_DIR" in report._cache()
 
 
 def test_other_ranks_of_a_host_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.ops.toolbox import FLAGS, NEEDS_COMPILER, REAL, counting_compiler, links, tiny_sources
+from zeroengine.ops import compile
 from zeroengine.ops.cache import BuildFailed, Cache
+from zeroengine.ops.compile import is_whole
 from zeroengine.ops.toolchain import Compiler
 
 pytestmark = NEEDS_COMPILER
@@ -168,6 +170,58 @@ def test_again_builds_over_a_damaged_library(tmp_path: Path) -> None:
     (cache.folder / "tiny-k.so").write_text("damaged")
     path = cache.get(sources, "k", Compiler((REAL,), ""), FLAGS, again=True)
     assert ctypes.CDLL(str(path)).answer() == 42
+
+
+@pytest.mark.parametrize("harm", ["cut", "zeroed", "empty"])
+def test_a_damaged_library_is_found_out_before_it_kills_the_process(tmp_path: Path, harm: str) -> None:
+    path = Cache(tmp_path / "cache").get(tiny_sources(tmp_path), "k", Compiler((REAL,), ""), FLAGS)
+    assert is_whole(path)
+    data = path.read_bytes()
+    half = len(data) // 2
+    path.write_bytes({"cut": data[:half], "zeroed": data[:half] + bytes(len(data) - half), "empty": b""}[harm])
+    assert not is_whole(path) and not is_whole(tmp_path / "missing")
+
+
+def test_a_failure_of_the_future_is_not_believed(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache.folder.mkdir()
+    failed = cache.folder / "tiny-k.failed"
+    failed.write_text("another host failed")
+    os.utime(failed, (time.time() + 3600, time.time() + 3600))
+    path = cache.get(tiny_sources(tmp_path), "k", Compiler((REAL,), ""), FLAGS)
+    assert ctypes.CDLL(str(path)).answer() == 42
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_a_compiler_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ninja: bool) -> None:
+    if not ninja:
+        monkeypatch.setattr(compile, "find_ninja", lambda: None)
+    monkeypatch.setattr(compile, "_SECONDS", 2)
+    hanging, pid = tmp_path / "hanging-cxx", tmp_path / "pid"
+    hanging.write_text(f"#!/bin/sh\necho $$ >> {pid}\nsleep 500\n")
+    hanging.chmod(0o755)
+    with pytest.raises(BuildFailed, match="did not end within 2 s"):
+        Cache(tmp_path / "cache").get(tiny_sources(tmp_path), "k", Compiler((str(hanging),), ""), FLAGS)
+    pids = [int(line) for line in pid.read_text().split()]
+    deadline = time.monotonic() + 5
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert pids and not any(map(alive, pids))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_files_that_editors_leave_are_no_sources(tmp_path: Path) -> None:
+    digest = tiny_sources(tmp_path).digest
+    (tmp_path / "csrc" / "tiny" / ".#tiny.cpp").symlink_to("nobody@nowhere:1")
+    (tmp_path / "csrc" / ".#shared.h").symlink_to("nobody@nowhere:1")
+    sources = tiny_sources(tmp_path)
+    assert sources.digest == digest and len(sources.units) == 1
 
 
 def test_the_key_changes_with_everything_that_shapes_a_library(tmp_path: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.ops.values import assert_same_bits
 from zeroengine.errors import ConfigError
-from zeroengine.ops import CPUAdagrad, CPUAdam, CPULion, DeepSpeedCPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedSGD
+from zeroengine.ops import CPUAdagrad, CPUAdam, CPULion, DeepSpeedCPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedSGD, flat
 from zeroengine.ops.optimizer import FusedOptimizer
 
 SHAPES = ((33, 7), (5,), (), (130, 11), (0, 3))
@@ -248,6 +250,51 @@ def test_state_of_another_kind_is_refused() -> None:
         FusedAdam(parameters(), adam_w_mode=False).load_state_dict(theirs.state_dict())
     with pytest.raises(ConfigError, match="decoupled_weight_decay"):
         FusedAdam(parameters()).load_state_dict(torch.optim.Adam(parameters()).state_dict())
+
+
+def test_a_refused_state_changes_nothing() -> None:
+    optimizer = FusedAdam(parameters(), lr=0.5)
+    theirs = torch.optim.Adam(parameters(), lr=0.9)
+    with pytest.raises(ConfigError, match="decoupled_weight_decay"):
+        optimizer.load_state_dict(theirs.state_dict())
+    with pytest.raises(ConfigError, match="decoupled_weight_decay"):
+        optimizer.load_state_dict(FusedAdam(parameters(), lr=0.9, adam_w_mode=False).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.adam_w_mode
+    with pytest.raises(ConfigError, match="maximize"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "maximize": True})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_copies_of_an_optimizer_go_on(adam_w_mode: bool) -> None:
+    p = nn.Parameter(torch.ones(5))
+    optimizer = FusedAdam([p], lr=0.1, weight_decay=0.1, adam_w_mode=adam_w_mode)
+    p.grad = torch.full((5,), 0.5)
+    optimizer.step()
+    (q, other), (r, third) = copy.deepcopy((p, optimizer)), pickle.loads(pickle.dumps((p, optimizer)))
+    for x, o in ((p, optimizer), (q, other), (r, third)):
+        x.grad = torch.full((5,), 0.25)
+        o.step()
+        assert o.adam_w_mode is adam_w_mode
+    assert torch.equal(p, q) and torch.equal(p, r)
+
+
+def test_tensors_without_memory_of_their_own(implementation: str) -> None:
+    p = nn.Parameter(TwoTensor(torch.ones(100), torch.ones(100)))
+    p.grad = TwoTensor(torch.ones(100), torch.full((100,), 2.0))
+    FusedSGD([p], lr=0.5).step()
+    assert torch.equal(p.a, torch.full((100,), 0.5)) and torch.equal(p.b, torch.zeros(100))
+
+
+def test_gradients_that_torch_negates_lazily(implementation: str) -> None:
+    p = nn.Parameter(torch.ones(1))
+    p.grad = torch._neg_view(torch.full((1,), 2.0))
+    FusedSGD([p], lr=1.0).step()
+    assert p.item() == 3.0
+    assert flat.squares([p.grad])[0].item() == 4.0
+    to = torch.zeros(1)
+    flat.cast([to], [p.grad])
+    assert to.item() == -2.0
 
 
 def test_a_closure_and_autograd_see_the_step() -> None:

@@ -66,6 +66,15 @@ def test_they_take_no_more_memory_than_small_pages() -> None:
     assert resident() - before < sum(t.nbytes for t in made) + 64 * mmap.PAGESIZE
 
 
+@needs_large_pages
+@pytest.mark.parametrize("mib", [1, 4, 16])
+def test_sizes_that_are_powers_of_two_fill_the_large_pages(mib: int) -> None:
+    p = torch.empty(mib * MIB // 4)
+    before = resident()
+    made = [zeros_like(p, torch.float32, beside=(p,)).fill_(1.0) for _ in range(64 // mib)]
+    assert resident() - before < sum(t.nbytes for t in made) * 1.02 + large_page()
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (70_000,), (300, 257), (5, 100, 200)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_they_are_zeros_of_the_same_layout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
