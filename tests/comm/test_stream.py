@@ -6,12 +6,14 @@ from __future__ import annotations
 import signal
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
 from zeroengine.comm import Fabric, init_distributed
+from zeroengine.comm.lane import Operation
 from zeroengine.comm.listening import Listener, Movement
 from zeroengine.comm.stream import Stream, Turn
 from zeroengine.ops.build import library
@@ -201,3 +203,30 @@ def _broken_off(rank: int, world: int) -> str:
 def test_a_submit_that_was_interrupted_ends_the_lane() -> None:
     for text in run_ranks(_broken_off, 2, timeout=60):
         assert "in the middle" in text and "KeyboardInterrupt" in text
+
+
+def _interrupted_as_it_finishes(rank: int, world: int) -> float:
+    """Seconds of a wait after one that a signal broke off as it took note of the operation."""
+    fabric = _fabric()
+    comm = fabric.communicator("ring")
+    work = comm.all_reduce(torch.ones(5), "value")
+    time.sleep(0.3)  # it is done
+    finish = Operation.finish
+
+    def interrupted(self: Operation, error: Exception | None = None) -> Any:
+        Operation.finish = finish  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    Operation.finish = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    began = time.monotonic()
+    work.wait()
+    waited = time.monotonic() - began
+    comm.barrier("end")
+    fabric.close()
+    return waited
+
+
+def test_a_wait_that_was_interrupted_as_it_ended_can_be_repeated() -> None:
+    assert max(run_ranks(_interrupted_as_it_finishes, 2)) < 5

@@ -293,7 +293,8 @@ class Lane:
         gone: list[object] = []
         done = self._line.done
         while self._pending and (first := next(iter(self._pending))) < done:
-            gone.append(self._pending.pop(first).finish())
+            gone.append(self._pending[first].finish())
+            del self._pending[first]  # after it: a signal in between must not leave one that nobody finishes
         return gone
 
     def _work(self) -> None:
