@@ -50,6 +50,7 @@ class Fabric:
         self.stall_timeout = stall_timeout
         self.simulated = dist.get_backend() == "fake"
         self._made: list[AnyCommunicator] = []
+        self._stuck = False  # a thread may still use the peers' memory
         self._listeners: tuple[Listener, ...] = ()
         self._memory = SharedMemory(self.world_size)
         self._watch: HealthWatch | None = None
@@ -103,12 +104,11 @@ class Fabric:
 
     def close(self) -> None:
         """Closes every communicator that is still open. Collective."""
-        stuck = False
         while self._made:
             made = self._made.pop()
             made.close()
-            stuck = stuck or getattr(made, "stuck", False)
-        if not stuck:  # a thread that still reads the peers' memory keeps it mapped
+            self._stuck = self._stuck or getattr(made, "stuck", False)
+        if not self._stuck:
             self._memory.close()
 
     def shared_bytes(self) -> int:
@@ -157,7 +157,11 @@ class Fabric:
                 wire.close()
             return wire, shared
 
-        return create_in_lane(name, tuple(r for r in members if r != self.rank), self._watch, make)
+        try:
+            return create_in_lane(name, tuple(r for r in members if r != self.rank), self._watch, make)
+        except BaseException:
+            self._stuck = True  # the lane's thread may wait in the peers' memory for one that does not come
+            raise
 
     def _between_hosts(self, name: str, members: tuple[int, ...]) -> Wire:
         group = self._new_group(f"{name} between hosts", members, "gloo")

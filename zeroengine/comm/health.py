@@ -34,6 +34,7 @@ from zeroengine.logging import logger
 _GOODBYE_SECONDS = 1.0
 _LINGER_SECONDS = 2.0
 _SETTLE_SECONDS = 0.2
+_CONNECT_SECONDS = 8.0  # to a store that ranks have already met in
 _STORE_SECONDS = 2.0  # the bound of an operation on the store, which a thread cannot be called back from
 _ERROR_CHARACTERS = 600
 _ENDED = "zeroengine/health/ended"
@@ -285,7 +286,18 @@ def process_monitor(interval: float = 1.0) -> Monitor:
 
 def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, interval: float) -> Monitor:
     """The monitor of this process for what is or becomes the default process group, whose store is `store`."""
-    own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    patience: timedelta = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))  # with which the clone connects, too
+    try:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        said = str(error).partition("\n")[0]
+        raise RankError(
+            f"rank {rank}: the store of the job does not answer any more ({said}); the process that keeps it, rank 0 or the launcher, "
+            "has ended or hangs: its output says why"
+        ) from error
+    finally:
+        store.set_timeout(patience)
     own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     monitor = Monitor(own, rank, world_size, None if agent else 0, interval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -186,6 +187,7 @@ class Lane:
         self.peers = peers
         self.watch = watch
         self.issued = 0
+        self._pid = os.getpid()
         self.error: Exception | None = None
         self._pending: dict[int, Operation] = {}  # ascending
         self._line: Line = Queue() if stream is None else stream
@@ -206,6 +208,10 @@ class Lane:
                 raise self.error.with_traceback(None)
             if self._closed:
                 raise self._no_more()
+            if os.getpid() != self._pid:
+                raise RuntimeError(
+                    f"communicator {self.key!r} belongs to process {self._pid}, of which this one was forked; it makes its own"
+                )
             operation = Operation(self, self.issued, fingerprint, run, order is not None)
             try:
                 self._pending[operation.index] = operation

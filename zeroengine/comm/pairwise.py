@@ -81,9 +81,15 @@ class PairLanes:
     def running(self) -> bool:
         return any(lane.running() for lane in self.lanes())
 
-    def close(self, seconds: float) -> None:
-        for lane in self.lanes():
-            lane.close(seconds)
+    def close(self, seconds: float, after: float) -> None:
+        """All lanes together have `seconds` to finish, and `after` more when what they wait for in memory was given up."""
+        for patience in (seconds, after):
+            deadline = time.monotonic() + patience
+            for lane in self.lanes():
+                lane.close(max(0.0, deadline - time.monotonic()))
+            for line in list(self._lines.values()):
+                if line.lane.running() and line.channel is not None:  # its peer does not come
+                    line.channel.interrupt()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

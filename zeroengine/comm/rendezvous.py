@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +17,7 @@ from zeroengine.addresses import endpoint, unbracketed
 from zeroengine.errors import ConfigError, RankError
 from zeroengine.wording import first_line
 
+_PROCESS = uuid.uuid4().hex
 _HANDSHAKE_SECONDS = 12.0  # a busy host has needed more than 4 s to answer; a foreign program never does
 _PORT_REMEDY = "Choose another MASTER_PORT (a launcher chooses a free one by itself), or end the process that holds it."
 
@@ -132,9 +135,10 @@ def _check_identity(store: dist.Store, place: Place) -> None:
     """Two jobs that met on one port would mix their ranks without a word."""
     if place.world_size == 1:
         return
-    same_rank = store.add(f"arrived/{place.rank}", 1)
+    mine = f"{_PROCESS}-{os.getpid()}"  # the same one may join again after it has left
+    holder = store.compare_set(f"arrived/{place.rank}", "", mine).decode()
     store.set(f"world/{place.rank}", str(place.world_size))
-    if same_rank > 1:
+    if holder != mine:
         raise RankError(
             f"rank {place.rank}: another process has already joined as rank {place.rank} on {place.endpoint}; "
             f"either RANK is set alike twice or another job meets on this port. {_PORT_REMEDY}"

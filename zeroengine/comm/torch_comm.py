@@ -199,7 +199,7 @@ class TorchCommunicator:
             if self._lane.running():  # its peers do not come
                 self._transport.interrupt()
                 self._lane.close(_INTERRUPT_SECONDS)
-            self._pairs.close(_CLOSE_SECONDS)
+            self._pairs.close(_CLOSE_SECONDS, _INTERRUPT_SECONDS)
             self.stuck = self._lane.running() or self._pairs.running()
         self._transport.scratch.clear()
         if not self.stuck:  # a thread that still uses the group keeps it
