@@ -20,7 +20,7 @@ class MovingJob:
     group's own; `memcpy`: one copy of the full tensor on every rank at once, as a measure of the machine; `limit`: copies past the
     caches, on every rank at once, of as many bytes as the operation must read and write there (`least_bytes`), in such memory, too.
 
-    fp32; a size is that of the full tensor in bytes.
+    fp32; a size is that of the full tensor in bytes. Copies end, as operations do, when those of all ranks have ended.
     """
 
     def __init__(self, sizes: list[int]):
@@ -46,8 +46,10 @@ class MovingJob:
             start = time.perf_counter()
             if system == "memcpy":
                 other.copy_(full)
+                self.comm.barrier("copied")
             elif system == "limit":
                 self._copy(least_bytes(operation, size, self.comm.size, self.comm.rank) // 2, full, other)
+                self.comm.barrier("copied")
             elif system == "gloo":
                 self._gloo(operation, full, other)
             else:

@@ -4,6 +4,7 @@ when they are done."""
 from __future__ import annotations
 
 import signal
+import threading
 import time
 import weakref
 from typing import Any
@@ -205,28 +206,33 @@ def test_a_submit_that_was_interrupted_ends_the_lane() -> None:
         assert "in the middle" in text and "KeyboardInterrupt" in text
 
 
-def _interrupted_as_it_finishes(rank: int, world: int) -> float:
+def _interrupted_as_it_finishes(rank: int, world: int) -> list[float]:
     """Seconds of a wait after one that a signal broke off as it took note of the operation."""
     fabric = _fabric()
     comm = fabric.communicator("ring")
-    work = comm.all_reduce(torch.ones(5), "value")
-    time.sleep(0.3)  # it is done
     finish = Operation.finish
+    waited: list[float] = []
 
     def interrupted(self: Operation, error: Exception | None = None) -> Any:
-        Operation.finish = finish  # type: ignore[method-assign]
-        raise KeyboardInterrupt
+        if threading.current_thread() is threading.main_thread() and not waited:  # the monitor takes note of operations, too
+            raise KeyboardInterrupt
+        return finish(self, error)
 
     Operation.finish = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        work.wait()
-    began = time.monotonic()
-    work.wait()
-    waited = time.monotonic() - began
+    for i in range(20):
+        work = comm.all_reduce(torch.ones(5), f"value {i}")
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            Operation.finish = finish  # type: ignore[method-assign]
+            began = time.monotonic()
+            work.wait()
+            waited.append(time.monotonic() - began)
     comm.barrier("end")
     fabric.close()
     return waited
 
 
 def test_a_wait_that_was_interrupted_as_it_ended_can_be_repeated() -> None:
-    assert max(run_ranks(_interrupted_as_it_finishes, 2)) < 5
+    for waited in run_ranks(_interrupted_as_it_finishes, 2):
+        assert len(waited) == 1 and waited[0] < 5
