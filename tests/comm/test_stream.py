@@ -214,13 +214,13 @@ def _interrupted_as_it_finishes(rank: int, world: int) -> list[float]:
     waited: list[float] = []
 
     def interrupted(self: Operation, error: Exception | None = None) -> Any:
-        if threading.current_thread() is threading.main_thread() and not waited:  # the monitor takes note of operations, too
+        if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         return finish(self, error)
 
-    Operation.finish = interrupted  # type: ignore[method-assign]
-    for i in range(20):
+    for i in range(20):  # the monitor takes note of operations, too, and may be first
         work = comm.all_reduce(torch.ones(5), f"value {i}")
+        Operation.finish = interrupted if not waited else finish  # type: ignore[method-assign]
         try:
             work.wait()
         except KeyboardInterrupt:
@@ -228,6 +228,7 @@ def _interrupted_as_it_finishes(rank: int, world: int) -> list[float]:
             began = time.monotonic()
             work.wait()
             waited.append(time.monotonic() - began)
+        Operation.finish = finish  # type: ignore[method-assign]
     comm.barrier("end")
     fabric.close()
     return waited
