@@ -75,11 +75,7 @@ def summarize(times: Times) -> dict[str, Any]:
     long as the machine's memory allows."""
     return {
         "seconds": {system: statistics.median(values) for system, values in times.items()},
-        "gloo_over_shared": paired_ratio(times["gloo"], times["shared"]),
-        "gloo_over_staged": paired_ratio(times["gloo"], times["staged"]),
-        "gloo_over_limit": paired_ratio(times["gloo"], times["limit"]),
-        "shared_over_memcpy": paired_ratio(times["shared"], times["memcpy"]),
-        "shared_over_limit": paired_ratio(times["shared"], times["limit"]),
+        **{name: paired_ratio(*(times[system] for system in name.split("_over_"))) for name in _RATIOS},
         "raw": times,
     }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ops.toolbox import advised, needs_large_pages
-from zeroengine.ops import FusedAdam
+from zeroengine.ops import FusedAdam, pages
 from zeroengine.ops.heap import find_heap
 from zeroengine.ops.pages import large_page, zeros_like
 
@@ -100,11 +100,12 @@ def test_each_has_a_storage_of_its_own() -> None:
 
 @needs_large_pages
 @pytest.mark.parametrize("mib", [3, 20])
-def test_what_is_freed_goes_back_at_once(mib: int) -> None:
+def test_what_is_freed_goes_back_at_once(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_chunk", None)  # of another test, some of which would be there already
     like = torch.empty(mib * MIB // 4)
     before = resident()
     made: list[Tensor | None] = [zeros_like(like, torch.float32).fill_(1.0) for _ in range(8)]
-    assert resident() - before >= 8 * mib * MIB - large_page()  # one may have been there already
+    assert resident() - before >= 8 * mib * MIB
     kept = resident()
     for i in range(0, 8, 2):
         made[i] = None  # between others that stay

@@ -70,7 +70,10 @@ def mode() -> str:
 def cache_folder() -> Path:
     """Where libraries are kept. Raises RuntimeError where it is in a home that is not known."""
     chosen = os.environ.get("ZE_CACHE_DIR")
-    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "zeroengine" / "ops"
+    try:
+        return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "zeroengine" / "ops"
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; set ZE_CACHE_DIR") from error
 
 
 def library(name: str, arch: str = "native") -> Library:
@@ -147,7 +150,7 @@ def _from_cache(sources: Sources, compiler: Compiler, flags: tuple[str, ...]) ->
     try:
         cache = Cache(cache_folder())
     except RuntimeError as error:  # no home directory
-        return Library(sources.name, None, f"{error}; set ZE_CACHE_DIR")
+        return Library(sources.name, None, str(error))
     key = sources.key(*compiler.command, compiler.version, *flags, *cpu_features())
     for attempt in range(2):
         try:

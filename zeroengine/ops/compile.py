@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zeroengine.ops.sources import Sources
-from zeroengine.ops.toolchain import Compiler, end_group, find_ninja
+from zeroengine.ops.toolchain import Compiler, find_ninja, run_bounded
 
 _DIGEST = 32  # bytes of a SHA-256 that follow a library: what was cut or damaged on a disk kills the process that loads it
 _SECONDS = 600  # a compiler that takes longer hangs
@@ -78,27 +78,13 @@ def _ninja_file(sources: Sources, commands: list[list[str]], objects: list[str],
 def _run(command: Sequence[str], folder: Path, compiler: Compiler) -> None:
     """Runs to the end, with all that it started: a compiler that hangs leaves no process behind."""
     try:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        code, output = run_bounded(command, _SECONDS, folder)
     except OSError as error:
         raise CompileError(f"{command[0]} cannot be run: {error}") from error
-    try:
-        output, _ = process.communicate(timeout=_SECONDS)
-    except BaseException as error:
-        end_group(process)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise CompileError(f"the compiler did not end within {_SECONDS} s") from error
-        raise
-    if process.returncode:
-        raise CompileError(f"the compiler failed: {_cause(output, compiler) or f'exit code {process.returncode}'}", output)
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"the compiler did not end within {_SECONDS} s") from error
+    if code:
+        raise CompileError(f"the compiler failed: {_cause(output, compiler) or f'exit code {code}'}", output)
 
 
 def _cause(output: str, compiler: Compiler) -> str:

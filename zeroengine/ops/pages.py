@@ -77,7 +77,7 @@ def zeros_like(t: Tensor, dtype: torch.dtype, beside: Sequence[Tensor] = ()) -> 
     or else such as are mapped here."""
     size = t.numel() * dtype.itemsize
     if type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and size >= _SMALL:
-        memory = None if Heap.serves else _mapped(size, dtype, beside)
+        memory = None if Heap.serves else _mapped(size, beside)
         if memory is None:
             memory = torch.empty(size + _ROOM, dtype=torch.uint8)
             memory = memory[_shift(memory.data_ptr(), beside) :][:size].zero_()
@@ -87,7 +87,7 @@ def zeros_like(t: Tensor, dtype: torch.dtype, beside: Sequence[Tensor] = ()) -> 
     return torch.zeros_like(t, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _mapped(size: int, dtype: torch.dtype, beside: Sequence[Tensor]) -> Tensor | None:
+def _mapped(size: int, beside: Sequence[Tensor]) -> Tensor | None:
     """So many bytes of zeros in large pages; None where the system has none, or no more."""
     global _chunk
     if not (page := large_page()):

@@ -128,7 +128,7 @@ def _cache() -> str:
     try:
         return str(cache_folder())
     except RuntimeError as error:  # no home directory
-        return f"none: {error}; set ZE_CACHE_DIR"
+        return f"none: {error}"
 
 
 def _operations() -> Section:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,7 +131,28 @@ def find_ninja() -> str | None:
     return next((path for path in found if path and isinstance(_ask((path,), "ninja"), Compiler)), None)
 
 
-def end_group(process: subprocess.Popen[str]) -> None:
+def run_bounded(command: Sequence[str], seconds: float, folder: Path | None = None, errors: int = subprocess.STDOUT) -> tuple[int, str]:
+    """Exit code and output (`errors`: where what it says of errors goes) of a program in a session of its own, of which nothing is left
+    when it takes longer or this process is interrupted. Raises OSError where it cannot be run, subprocess.TimeoutExpired."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except BaseException:
+        _end_group(process)
+        raise
+    return process.returncode, output
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
     """Ends a process that leads a session, and what it started: ninja has its commands in groups of their own, and ends them."""
     for signal_, seconds in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, None)):
         try:
@@ -147,24 +169,11 @@ def end_group(process: subprocess.Popen[str]) -> None:
 def _ask(command: tuple[str, ...], what: str) -> Compiler | str:
     named = f"{what} ({shlex.join(command)})"
     try:
-        process = subprocess.Popen(
-            [*command, "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        code, output = run_bounded([*command, "--version"], _ASK_SECONDS, errors=subprocess.DEVNULL)
     except OSError as error:
         return f"{named} cannot be run: {error}"
-    try:
-        output, _ = process.communicate(timeout=_ASK_SECONDS)
-    except BaseException as error:
-        end_group(process)
-        if isinstance(error, subprocess.TimeoutExpired):
-            return f"{named} cannot be run: --version did not end within {_ASK_SECONDS} s"
-        raise
-    if process.returncode != 0:
-        return f"{named} does not work: --version ends with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        return f"{named} cannot be run: --version did not end within {_ASK_SECONDS} s"
+    if code != 0:
+        return f"{named} does not work: --version ends with exit code {code}"
     return Compiler(command, output.strip())
