@@ -67,20 +67,22 @@ def test_messages_that_nobody_matches_hold_a_close_up_once() -> None:
     assert seconds < 9 and len(errors) == 2 and all("closed" in text for text in errors)
 
 
-def _again(rank: int, world: int) -> list[float]:
+def _again(rank: int, world: int, late: int) -> list[float]:
     found = []
     for _ in range(3):
         init_distributed(verbose=False)
         value = torch.ones(3)
         dist.all_reduce(value)
         dist.barrier()
+        time.sleep(0.4 * (rank == late))
         dist.destroy_process_group()
         found.append(float(value[0]))
     return found
 
 
-def test_a_process_may_leave_and_join_again() -> None:
-    assert run_ranks(_again, 2, timeout=60) == [[2.0] * 3] * 2
+@pytest.mark.parametrize("late", [0, 1], ids=["rank 0 is late to leave", "rank 1 is late to leave"])
+def test_a_process_may_leave_and_join_again(late: int) -> None:
+    assert run_ranks(_again, 3, late, timeout=60) == [[3.0] * 3] * 3
 
 
 def test_another_process_may_not_join_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,9 @@ from zeroengine.errors import ConfigError, RankError
 from zeroengine.wording import first_line
 
 _PROCESS = uuid.uuid4().hex
+_attended: set[str] = set()  # the meetings that this process has been to
+_POLL_SECONDS = 0.05
+_ENDING_SECONDS = 0.5
 _HANDSHAKE_SECONDS = 12.0  # a busy host has needed more than 4 s to answer; a foreign program never does
 _PORT_REMEDY = "Choose another MASTER_PORT (a launcher chooses a free one by itself), or end the process that holds it."
 
@@ -64,15 +67,43 @@ def place_from_environment(env: Mapping[str, str], rank: int, world_size: int, m
 
 
 def meet(place: Place, timeout: timedelta) -> dist.Store:
-    """The store of the job, kept by rank 0 or by the launcher. Raises `RankError` when the port is not ours."""
+    """The store of the job, kept by rank 0 or by the launcher. Raises `RankError` when the port is not ours.
+
+    The ranks may leave and meet again, on the same port. Each meeting has a name, which rank 0 gives, and a part of the store of its
+    own: what was written for an earlier one, as addresses, holds no more.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        store = _store(place, timeout, deadline)
+        job = dist.PrefixStore(f"zeroengine/attempt_{place.attempt}", store)
+        try:
+            meeting = _meeting(job, place, deadline)
+        except dist.DistNetworkError as error:
+            if place.rank == 0 or place.agent_store or time.monotonic() > deadline:
+                raise RankError(
+                    f"rank {place.rank}: the store on {place.endpoint} ended while the ranks met ({first_line(error)}); "
+                    "look at the output of rank 0 and of the launcher"
+                ) from error
+            meeting = None
+        if meeting is not None:
+            _attended.add(meeting)
+            return dist.PrefixStore(f"meeting_{meeting}", job)
+        del job, store  # rank 0 has yet to leave the last meeting, and its store ends with it: a lost connection would be loud
+        time.sleep(_POLL_SECONDS)
+
+
+def _store(place: Place, timeout: timedelta, deadline: float) -> dist.Store:
     if place.rank == 0 and not place.agent_store:
-        store = _serve(place, timeout)
-    else:
-        _await_listener(place, timeout)
-        store = _connect(place, timeout)
-    job = dist.PrefixStore(f"zeroengine/attempt_{place.attempt}", store)
-    _check_identity(job, place)
-    return job
+        return _serve(place, timeout)
+    _await_listener(place, deadline)
+    try:
+        return _connect(place, timeout)
+    except RankError:
+        if not _attended:
+            raise
+        time.sleep(_ENDING_SECONDS)  # it may have been the store of the last meeting, as that ended
+        _await_listener(place, deadline)
+        return _connect(place, timeout)
 
 
 def _serve(place: Place, timeout: timedelta) -> dist.Store:
@@ -85,9 +116,9 @@ def _serve(place: Place, timeout: timedelta) -> dist.Store:
         ) from error
 
 
-def _await_listener(place: Place, timeout: timedelta) -> None:
+def _await_listener(place: Place, deadline: float) -> None:
     """Rank 0 may start later than we do: anyone who listens ends the wait."""
-    deadline, error = time.monotonic() + timeout.total_seconds(), None
+    start, error = time.monotonic(), None
     while time.monotonic() < deadline:
         try:
             socket.create_connection((place.host, place.port), timeout=5.0).close()
@@ -100,7 +131,7 @@ def _await_listener(place: Place, timeout: timedelta) -> None:
             error = refused
             time.sleep(0.1)
     raise RankError(
-        f"rank {place.rank}: nothing listens on {place.endpoint} since {timeout.total_seconds():.0f} s "
+        f"rank {place.rank}: nothing listens on {place.endpoint} since {time.monotonic() - start:.0f} s "
         f"({error}); rank 0 did not start or a firewall is between: look at the output of rank 0"
     )
 
@@ -131,30 +162,43 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     )
 
 
+def _meeting(store: dist.Store, place: Place, deadline: float) -> str | None:
+    """The name of the meeting that this process is to join. None: rank 0 is still in the last one, as far as this store knows. Two
+    jobs that met on one port would mix their ranks without a word, hence the checks."""
+    _check_identity(store, place)
+    if place.rank == 0:
+        meeting = uuid.uuid4().hex
+        store.set("meeting", f"{meeting} {place.world_size}")
+        return meeting
+    if not place.agent_store:  # whoever keeps it writes this at once
+        deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+    while not store.check(["meeting"]):
+        if time.monotonic() > deadline:
+            why = "rank 0 did not come" if place.agent_store else "it is not kept by rank 0 of this job. " + _PORT_REMEDY
+            raise RankError(f"rank {place.rank}: no meeting of the ranks in the store on {place.endpoint}: {why}")
+        time.sleep(_POLL_SECONDS)
+    meeting, size = store.get("meeting").decode().split()
+    if int(size) != place.world_size:
+        raise RankError(
+            f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {size} on rank 0 at "
+            f"{place.endpoint}; the ranks were started differently, or another job meets on this port. " + _PORT_REMEDY
+        )
+    if meeting not in _attended:
+        return meeting
+    if time.monotonic() > deadline:
+        raise RankError(f"rank {place.rank}: rank 0 did not come to the next meeting on {place.endpoint}; look at its output")
+    return None
+
+
 def _check_identity(store: dist.Store, place: Place) -> None:
-    """Two jobs that met on one port would mix their ranks without a word."""
     if place.world_size == 1:
         return
     mine = f"{_PROCESS}-{os.getpid()}"  # the same one may join again after it has left
     holder = store.compare_set(f"arrived/{place.rank}", "", mine).decode()
-    store.set(f"world/{place.rank}", str(place.world_size))
     if holder != mine:
         raise RankError(
             f"rank {place.rank}: another process has already joined as rank {place.rank} on {place.endpoint}; "
             f"either RANK is set alike twice or another job meets on this port. {_PORT_REMEDY}"
-        )
-    if place.agent_store or place.rank == 0:
-        return
-    deadline = time.monotonic() + _HANDSHAKE_SECONDS
-    while not store.check(["world/0"]):
-        if time.monotonic() > deadline:
-            raise RankError(f"rank {place.rank}: the store on {place.endpoint} is not kept by rank 0 of this job. " + _PORT_REMEDY)
-        time.sleep(0.05)
-    theirs = int(store.get("world/0"))
-    if theirs != place.world_size:
-        raise RankError(
-            f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {theirs} on rank 0 at "
-            f"{place.endpoint}; the ranks were started differently, or another job meets on this port. " + _PORT_REMEDY
         )
 
 
