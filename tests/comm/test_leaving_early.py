@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -83,6 +84,35 @@ def _again(rank: int, world: int, late: int) -> list[float]:
 @pytest.mark.parametrize("late", [0, 1], ids=["rank 0 is late to leave", "rank 1 is late to leave"])
 def test_a_process_may_leave_and_join_again(late: int) -> None:
     assert run_ranks(_again, 3, late, timeout=60) == [[3.0] * 3] * 3
+
+
+def _health_threads() -> int:
+    return sum(thread.name == "zeroengine health" for thread in threading.enumerate())
+
+
+def _leaves(rank: int, world: int, backend: str) -> tuple[str, int]:
+    init_distributed(backend, verbose=False)
+    fabric = Fabric(timeout=5)
+    comm = fabric.communicator("ring")
+    comm.barrier("start")
+    said = ""
+    if rank == 0:
+        with pytest.raises(RankError) as error:
+            comm.all_reduce(torch.ones(3), "of both").wait()
+        said = str(error.value)
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 5
+    while _health_threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(3.0 * (rank == 1))  # the process lives on
+    return said, _health_threads()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "zeroengine"])
+def test_who_waits_for_a_rank_that_left_the_group_is_told(backend: str) -> None:
+    (said, threads), (_, others) = run_ranks(_leaves, 2, backend, timeout=60)
+    assert "rank 1" in said and "has exited" in said
+    assert threads == others == 0  # nobody looks after a group that is no more
 
 
 def test_another_process_may_not_join_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

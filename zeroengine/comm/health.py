@@ -17,9 +17,10 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -125,6 +126,11 @@ class Monitor:
             self._wake.set()
         keeper = self.rank == self.store_host
         self._sent.wait(_GOODBYE_SECONDS + (_LINGER_SECONDS if keeper else 0.0))
+
+    def leave(self) -> None:
+        """The default process group ends before its process does. To be called anywhere, as in a garbage collection: the thread sees
+        it by itself."""
+        self._end = self._end or ("exited", "", False)
 
     def note_failure(self, error: RankError) -> None:
         """This process is about to raise what it found out about another rank. Told at once, so that ranks which find
@@ -268,16 +274,23 @@ def _key(rank: int) -> str:
     return f"zeroengine/health/{rank}"
 
 
+@dataclass(frozen=True)
+class _Kept:
+    group: weakref.ref[Any]
+    monitor: Monitor
+    store: dist.Store  # ranks that are still in the group learn from it that this one has left, also where it is kept here
+
+
 # A process has one main thread, one sys.excepthook and one default process group, hence one monitor.
-_monitors: list[tuple[object, Monitor]] = []
+_kept: list[_Kept] = []
 
 
 def process_monitor(interval: float = 1.0) -> Monitor:
     """The monitor of this process for the default process group, started on first use."""
     group = dist.group.WORLD
-    for owner, monitor in _monitors:
-        if owner is group:
-            return monitor
+    for known in _kept:
+        if known.group() is group:
+            return known.monitor
     store = dist.distributed_c10d._get_default_store()
     monitor = start_monitor(group, store, dist.get_rank(), dist.get_world_size(), interval)
     install_hooks(monitor)
@@ -285,7 +298,7 @@ def process_monitor(interval: float = 1.0) -> Monitor:
 
 
 def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, interval: float) -> Monitor:
-    """The monitor of this process for what is or becomes the default process group, whose store is `store`."""
+    """The monitor of this process for what is or becomes the default process group, whose store is `store`. It ends with the group."""
     patience: timedelta = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))  # with which the clone connects, too
     try:
@@ -301,16 +314,8 @@ def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, 
     own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     monitor = Monitor(own, rank, world_size, None if agent else 0, interval)
-    _monitors[:] = [(group, monitor)]
+    _kept[:] = [_Kept(weakref.ref(group, lambda _: monitor.leave()), monitor, store)]
     return monitor
-
-
-def end_monitor(group: object) -> None:
-    """The default process group ends before its process does."""
-    for owner, monitor in list(_monitors):
-        if owner is group:
-            _monitors.clear()
-            monitor.record_end("exited")
 
 
 def install_hooks(monitor: Monitor) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroengine.comm.from_store import Alone, await_ranks, communicator_from_store
-from zeroengine.comm.health import Monitor, end_monitor, install_hooks, process_monitor, start_monitor
+from zeroengine.comm.health import Monitor, install_hooks, process_monitor, start_monitor
 from zeroengine.comm.lane import Operation, Watch
 from zeroengine.comm.shared_setup import SharedMemory
 from zeroengine.comm.torch_moves import Moves, Reduction, flat_list
@@ -267,8 +267,6 @@ class BackendGroup(_ProcessGroup):
             self._memory.close()
         if self._others is not None:
             self._others.shutdown()
-        if self._world:
-            end_monitor(self)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
