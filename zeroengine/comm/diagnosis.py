@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zeroengine.comm.fingerprint import name_ranks
-from zeroengine.comm.status import PeerView, Wait
+from zeroengine.comm.status import TORCH_CALL, PeerView, Status, Wait
+from zeroengine.comm.whereabouts import MAIN
 
 Cause = Literal["dead", "divergence", "slow", "progress"]
 
@@ -36,28 +37,38 @@ class Verdict:
         )
 
 
+class _Held(NamedTuple):
+    """A rank that has yet to issue on `lane`."""
+
+    view: PeerView
+    lane: str
+
+    def text(self) -> str:
+        return f"{self.view.who()} {self.view.activity(self.lane)}"
+
+
 @dataclass
 class Diagnosis:
-    """Follows who waits for whom from this rank's `wait`.
+    """Follows who waits for whom from `wait` of a thread of this rank.
 
-    Every wait needs *all* its ranks, so any circle of waits is a deadlock; a chain that ends at a rank in user code is
-    only slow. `issued` counts this rank's operations; `stale` is the silence in seconds that counts as death where the
-    process itself cannot be looked at.
+    Every wait needs *all* its ranks, so any circle of waits is a deadlock; a chain that ends at a thread in user code is
+    only slow. `own`: the state of this rank; `stale` is the silence in seconds that counts as death where the process itself
+    cannot be looked at.
     """
 
     me: int
     wait: Wait
-    issued: dict[str, int]
+    own: Status
     peer: Callable[[int], PeerView]
     machine: str
     stale: float
     dead: list[PeerView] = field(default_factory=list)
-    slow: list[PeerView] = field(default_factory=list)
-    circle: list[PeerView] = field(default_factory=list)
+    slow: list[_Held] = field(default_factory=list)
+    circle: list[_Held] = field(default_factory=list)
 
     def verdict(self) -> Verdict:
         late = self._late(self.wait)
-        self.dead = [v for v in map(self.peer, self.wait.ranks) if v.rank != self.me and self._ended(v)]
+        self.dead = [view for view in (self.peer(r) for r in self.wait.ranks if r != self.me) if self._ended(view)]
         if not self.dead:
             self._follow(late)
         if self.dead:
@@ -65,56 +76,60 @@ class Diagnosis:
         if self.circle:
             return self._divergence()
         if self.slow:
-            text = "; ".join(f"{p.who()} {p.activity()}" for p in self.slow[:4])
-            return Verdict("slow", text, tuple(p.rank for p in self.slow))
+            text = "; ".join(held.text() for held in self.slow[:4])
+            return Verdict("slow", text, tuple(held.view.rank for held in self.slow))
         return Verdict("progress")
 
     def _late(self, wait: Wait) -> list[int]:
         """Ranks that have not issued their part of `wait`."""
         return [r for r in wait.ranks if self._issued(r, wait.lane) <= wait.index]
 
+    def _status(self, rank: int) -> Status | None:
+        return self.own if rank == self.me else self.peer(rank).status
+
     def _issued(self, rank: int, lane: str) -> int:
-        if rank == self.me:
-            return self.issued.get(lane, 0)
-        status = self.peer(rank).status
+        status = self._status(rank)
         return status.issued.get(lane, 0) if status else 0
 
     def _follow(self, late: Sequence[int]) -> None:
-        """Visits the ranks that hold us up, those that hold them up, and so on, each once."""
-        todo: list[tuple[int, tuple[int, ...]]] = [(rank, ()) for rank in late]
-        seen = {self.me}
+        """Visits the threads that hold us up, those that hold them up, and so on, each once."""
+        todo: list[tuple[int, str, tuple[_Held, ...]]] = [(rank, self.wait.lane, ()) for rank in late]
+        seen: set[tuple[int, int | None]] = set()
         while todo:
-            rank, path = todo.pop(0)
-            if rank in seen:
+            rank, lane, path = todo.pop(0)
+            status = self._status(rank)
+            thread = status.thread_of(lane) if status else None
+            if rank == self.me and thread in (None, self.wait.thread):
+                self.circle = self.circle or list(path)
                 continue
-            seen.add(rank)
-            view = self.peer(rank)
-            if self._ended(view):
-                self.dead.append(view)
+            if (rank, thread) in seen:
                 continue
-            needs = self._needs(view)
+            seen.add((rank, thread))
+            held = _Held(PeerView(rank, self.own, 0.0) if rank == self.me else self.peer(rank), lane)
+            if rank != self.me and self._ended(held.view):
+                self.dead.append(held.view)
+                continue
+            needs = self._needs(held, thread)
             if needs is None:
-                self.slow.append(view)
+                self.slow.append(held)
                 continue
-            path = (*path, rank)
-            if self.me in needs and not self.circle:
-                self.circle = [self.peer(r) for r in path]
-            todo.extend((r, path) for r in needs)
+            todo.extend((r, of, (*path, held)) for r, of in needs)
 
-    def _needs(self, view: PeerView) -> list[int] | None:
-        """Ranks that hold `view` up; None when nothing is known to (it is in user code)."""
-        status = view.status
+    def _needs(self, held: _Held, thread: int | None) -> list[tuple[int, str]] | None:
+        """Ranks that keep `held` from its operation, and their streams; None when nothing is known to (it is in user code)."""
+        status = held.view.status
         if status is None:
             return None
-        if status.wait is not None:
-            return self._late(status.wait)
-        if status.call is not None and status.call_ranks is not None:
-            return [r for r in status.call_ranks if r != view.rank and not self._in_call(r, status.call)]
+        wait = status.wait_before(held.lane)
+        if wait is not None:
+            return [(rank, wait.lane) for rank in self._late(wait)]
+        if thread in (None, MAIN) and status.call is not None and status.call_ranks is not None:
+            return [(r, TORCH_CALL) for r in status.call_ranks if r != held.view.rank and not self._in_call(r, status.call)]
         return None
 
     def _in_call(self, rank: int, call: str) -> bool:
-        status = None if rank == self.me else self.peer(rank).status
-        return status is not None and status.call == call
+        status = self._status(rank)
+        return rank != self.me and status is not None and status.call == call
 
     def _ended(self, view: PeerView) -> bool:
         status = view.status
@@ -155,13 +170,12 @@ class Diagnosis:
         return f"when last seen it {view.activity().replace('waits', 'waited').replace('is in', 'was in')}"
 
     def _divergence(self) -> Verdict:
-        views = self.circle
-        text = "; ".join(f"{p.who()} {p.activity()}" for p in views[:4])
+        text = "; ".join(held.text() for held in self.circle[:4])
         waits, beats = [], []
-        for p in views:
-            if p.status is None:
+        for view, lane in self.circle:
+            if view.status is None:
                 continue
-            wait = p.status.wait
-            waits.append((p.rank, wait.lane if wait else str(p.status.call), wait.index if wait else 0))
-            beats.append(p.status.beat)
-        return Verdict("divergence", text, tuple(p.rank for p in views), tuple(waits), tuple(beats))
+            wait = view.status.wait_before(lane)
+            waits.append((view.rank, wait.lane if wait else str(view.status.call), wait.index if wait else 0))
+            beats.append(view.status.beat)
+        return Verdict("divergence", text, tuple(view.rank for view, _ in self.circle), tuple(waits), tuple(beats))

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from zeroengine.comm.lane import Lane
 from zeroengine.comm.leaving import leave_at_once
-from zeroengine.comm.status import PeerView, Status, Wait
+from zeroengine.comm.status import PeerView, Status, Wait, Worker
 from zeroengine.comm.torch_calls import CallWatch, user_group_counts
-from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start
+from zeroengine.comm.whereabouts import machine_id, main_thread_place, process_start, python_threads, thread_place
 from zeroengine.errors import DivergenceError, RankError
 from zeroengine.logging import logger
 
@@ -90,8 +90,9 @@ class Monitor:
         with self._lanes_lock:
             self._lanes.discard(lane)
 
-    def issued(self) -> dict[str, int]:
-        return {lane.key: lane.issued for lane in self._known_lanes()}
+    def own(self) -> Status:
+        """What this rank does now."""
+        return self._threads(self._last)
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
@@ -221,33 +222,41 @@ class Monitor:
 
     def _write(self) -> None:
         self._beat += 1
-        self._store.set(_key(self.rank), self._status().pack())
+        self._last = self._status()
+        self._store.set(_key(self.rank), self._last.pack())
 
     def _status(self) -> Status:
         place = main_thread_place()
         call_ranks = self._calls.ranks(place.line, place.call, user_group_counts())
-        now = time.monotonic()
-        with self._lock:
-            oldest = min(self._waits.values(), key=lambda w: w.seconds, default=None)
-        wait = replace(oldest, seconds=now - oldest.seconds) if oldest else None
         lanes = self._known_lanes()
         for lane in lanes:
             lane.retire()  # what nobody waits for
         state, error, secondary = self._end or ("running", "", False)
-        return replace(
+        status = replace(
             self._base,
             beat=self._beat,
             state=state,
             error=error,
             secondary=secondary,
             diverged=self._diverged,
-            issued={lane.key: lane.issued for lane in lanes},
             poisoned={lane.key: str(lane.error)[:_ERROR_CHARACTERS] for lane in lanes if lane.error is not None},
-            wait=wait,
             line=place.line,
             call=place.call,
             call_ranks=list(call_ranks) if call_ranks is not None else None,
         )
+        return self._threads(status)
+
+    def _threads(self, status: Status) -> Status:
+        """`status` with what the threads have issued and wait for."""
+        lanes, others, now = self._known_lanes(), python_threads(), time.monotonic()
+        with self._lock:
+            waits = sorted(self._waits.values(), key=lambda wait: wait.seconds)
+        waits = [replace(wait, seconds=now - wait.seconds) for wait in waits]
+        issuers: dict[int, list[str]] = {wait.thread: [] for wait in waits}
+        for lane in lanes:
+            issuers.setdefault(lane.issuer, []).append(lane.key)
+        workers = [Worker(ident, thread_place(ident).line, keys) for ident, keys in issuers.items() if ident in others]
+        return replace(status, issued={lane.key: lane.issued for lane in lanes}, waits=waits, workers=workers)
 
     def _read(self) -> None:
         with self._lock:

@@ -187,6 +187,7 @@ class Lane:
         self.peers = peers
         self.watch = watch
         self.issued = 0
+        self.issuer = 0  # the thread that did it last
         self._pid = os.getpid()
         self.error: Exception | None = None
         self._pending: dict[int, Operation] = {}  # ascending
@@ -216,6 +217,7 @@ class Lane:
             try:
                 self._pending[operation.index] = operation
                 self.issued += 1
+                self.issuer = threading.get_ident()
                 if order is not None:
                     order.sign(fingerprint, operation.index)
                 self._line.put(order)

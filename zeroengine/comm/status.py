@@ -6,18 +6,30 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from zeroengine.comm.whereabouts import process_is_stopped, process_start
+from zeroengine.comm.whereabouts import MAIN, process_is_stopped, process_start
+
+TORCH_CALL = ""  # in place of a stream: a call of torch.distributed by the main thread
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An operation that holds a rank up: number `index` of stream `lane`, which needs the same number from `ranks`."""
+    """An operation that holds a thread of a rank up: number `index` of stream `lane`, which needs the same number from `ranks`."""
 
     lane: str
     index: int
     what: str
     ranks: list[int]
     seconds: float = 0.0
+    thread: int = MAIN
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A thread beside the main one that uses streams, and those on which it was the last to issue."""
+
+    ident: int
+    line: str
+    lanes: list[str]
 
 
 @dataclass(frozen=True)
@@ -35,15 +47,31 @@ class Status:
     diverged: bool = False  # and what it reports is a divergence
     issued: dict[str, int] = field(default_factory=dict)  # operations issued, by stream
     poisoned: dict[str, str] = field(default_factory=dict)  # streams that ended in an error, and the error
-    wait: Wait | None = None
-    line: str = ""
+    waits: list[Wait] = field(default_factory=list)  # one a thread, the oldest first
+    workers: list[Worker] = field(default_factory=list)
+    line: str = ""  # of the main thread, and the call of torch that it is in
     call: str | None = None
     call_ranks: list[int] | None = None
 
+    def thread_of(self, lane: str) -> int | None:
+        """The thread that will issue the next operation of `lane`, as it did the last one; None where none has."""
+        for worker in self.workers:
+            if lane in worker.lanes:
+                return worker.ident
+        return MAIN if lane == TORCH_CALL or self.issued.get(lane) else None
+
+    def wait_before(self, lane: str) -> Wait | None:
+        """What keeps this rank from the next operation of `lane`: the wait of its thread, any wait where nobody knows the thread."""
+        thread = self.thread_of(lane)
+        return next((wait for wait in self.waits if thread in (None, wait.thread)), None)
+
+    def line_of(self, thread: int) -> str:
+        return next((worker.line for worker in self.workers if worker.ident == thread), self.line)
+
     def pack(self) -> str:
         data = asdict(self)
-        if self.wait is not None:
-            data["wait"]["ranks"] = pack_ranks(self.wait.ranks)
+        for packed, wait in zip(data["waits"], self.waits, strict=True):
+            packed["ranks"] = pack_ranks(wait.ranks)
         if self.call_ranks is not None:
             data["call_ranks"] = pack_ranks(self.call_ranks)
         return json.dumps(data)
@@ -51,8 +79,8 @@ class Status:
     @staticmethod
     def unpack(text: str | bytes) -> Status:
         data = json.loads(text)
-        if data["wait"] is not None:
-            data["wait"] = Wait(**{**data["wait"], "ranks": unpack_ranks(data["wait"]["ranks"])})
+        data["waits"] = [Wait(**{**wait, "ranks": unpack_ranks(wait["ranks"])}) for wait in data["waits"]]
+        data["workers"] = [Worker(**worker) for worker in data["workers"]]
         if data["call_ranks"] is not None:
             data["call_ranks"] = unpack_ranks(data["call_ranks"])
         return Status(**data)
@@ -79,16 +107,18 @@ class PeerView:
             return "gone"
         return "stopped" if process_is_stopped(s.pid) else "alive"
 
-    def activity(self) -> str:
-        """What it was doing at its last heartbeat."""
+    def activity(self, lane: str | None = None) -> str:
+        """What it was doing at its last heartbeat; with `lane`, the thread that issues on it."""
         s = self.status
         if s is None:
             return "gave no sign of life yet"
-        if s.wait is not None:
-            return f"waits for {s.wait.what} since {s.wait.seconds:.0f} s, called at {s.line}"
-        if s.call is not None:
+        wait = next(iter(s.waits), None) if lane is None else s.wait_before(lane)
+        if wait is not None:
+            return f"waits for {wait.what} since {wait.seconds:.0f} s, called at {s.line_of(wait.thread)}"
+        thread = MAIN if lane is None else s.thread_of(lane) or MAIN
+        if thread == MAIN and s.call is not None:
             return f"is inside torch.distributed.{s.call}, called at {s.line}"
-        return f"is in user code at {s.line}"
+        return f"is in user code at {s.line_of(thread)}"
 
 
 def pack_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:

@@ -8,6 +8,7 @@ from zeroengine.comm.diagnosis import Diagnosis, Verdict
 from zeroengine.comm.health import Monitor
 from zeroengine.comm.lane import Lane, Operation
 from zeroengine.comm.status import Wait
+from zeroengine.comm.whereabouts import this_thread
 from zeroengine.errors import DivergenceError, RankError
 from zeroengine.logging import logger
 from zeroengine.wording import first_line
@@ -73,7 +74,7 @@ class HealthWatch:
         if isinstance(error, RankError):
             return error
         head = lane.head()
-        wait = Wait(lane.key, head.index if head else 0, what, list(lane.peers))
+        wait = Wait(lane.key, head.index if head else 0, what, list(lane.peers), thread=this_thread())
         deadline = time.monotonic() + min(4.0, 0.4 * self._timeout)
         with self._monitor.waiting(wait):
             while True:
@@ -115,21 +116,21 @@ class HealthWatch:
             gone = host.process(m.machine) in ("gone", "stopped") or silent > self._stale
             # a group without the store's rank may outlive it, but nothing more can be learnt about its ranks
             if gone and (m.store_host in wait.ranks or waited > self._timeout):
-                known = Diagnosis(m.rank, wait, {}, m.view, m.machine, self._stale)
+                known = Diagnosis(m.rank, wait, m.own(), m.view, m.machine, self._stale)
                 ended = known.how_it_ended(host) if host.status else f"rank {host.rank} is gone or stopped"
                 text = f"{ended} (the job's store, which it keeps, does not answer)"
                 return Verdict("dead", text, (host.rank,))
         stale = self._stale if silent == 0 else float("inf")  # no news from a silent store says nothing about a peer
-        verdict = Diagnosis(m.rank, wait, m.issued(), m.view, m.machine, stale).verdict()
+        verdict = Diagnosis(m.rank, wait, m.own(), m.view, m.machine, stale).verdict()
         if verdict.unsaid and silent == 0:
             m.read_again(self._first)  # its last words may be newer than what was read before it went
-            verdict = Diagnosis(m.rank, wait, m.issued(), m.view, m.machine, stale).verdict()
+            verdict = Diagnosis(m.rank, wait, m.own(), m.view, m.machine, stale).verdict()
         return verdict
 
     def _wait_of(self, operation: Operation) -> Wait:
         head = operation.lane.head() or operation
         ranks = sorted({*operation.lane.peers, self._monitor.rank})
-        return Wait(operation.lane.key, head.index, head.describe(), ranks)
+        return Wait(operation.lane.key, head.index, head.describe(), ranks, thread=this_thread())
 
     def _error(self, kind: type[RankError], wait: Wait, text: str, remedy: str, cause: Exception | None = None) -> RankError:
         error = kind(f"rank {self._monitor.rank} waits for {wait.what}: {text} {remedy}")

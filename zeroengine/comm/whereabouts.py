@@ -19,6 +19,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _NOT_COLLECTIVE = ("_", "get_", "is_", "destroy_", "wrapper")
+MAIN = 0  # the main thread; those that are not Python's, as autograd's for a device, work for it
 _GC_IN_ALLOCATION = sys.version_info < (3, 12)
 
 
@@ -35,7 +36,10 @@ _UNKNOWN = Place("no line of user code")
 
 def main_thread_place() -> Place:
     """Samples the main thread's stack from another thread. Costs some tens of microseconds; never raises."""
-    ident = threading.main_thread().ident
+    return thread_place(threading.main_thread().ident)
+
+
+def thread_place(ident: int | None) -> Place:
     if ident is None or not getattr(sys, "_is_gil_enabled", lambda: True)():  # nothing would hold the thread still
         return _UNKNOWN
     return place_in((code.co_filename, code.co_name, line) for code, line in _stack(ident))
@@ -57,7 +61,7 @@ def _stack(ident: int) -> list[tuple[CodeType, int]]:
         gc.disable()
     try:
         return list(lines)
-    except KeyError:  # the main thread has no Python frame
+    except KeyError:  # the thread has no Python frame
         return []
     finally:
         if paused:
@@ -81,6 +85,17 @@ def _is_user_code(path: str) -> bool:
 
 def _short(path: str) -> str:
     return os.path.join(*Path(path).parts[-2:]) if len(Path(path).parts) > 2 else path
+
+
+def python_threads() -> set[int]:
+    """The threads that Python code has started, but the main one."""
+    main = threading.main_thread()
+    return {t.ident for t in threading.enumerate() if t.ident is not None and t is not main and not isinstance(t, threading._DummyThread)}
+
+
+def this_thread() -> int:
+    ident = threading.get_ident()
+    return ident if ident in python_threads() else MAIN
 
 
 def machine_id() -> str:
