@@ -47,6 +47,25 @@ def test_a_fabric_closes_after_a_rank_died_in_the_making_of_a_communicator() -> 
     assert all(outcomes[rank].value is not None and "rank 1" in outcomes[rank].value for rank in (0, 2)), outcomes
 
 
+def _dies_at_once(rank: int, world: int, victim: int) -> str:
+    init_distributed(verbose=False)
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankError) as error:
+        Fabric().communicator("first")
+    raise error.value  # an uncaught one ends the process
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_before_its_first_heartbeat_is_named_within_ten_seconds(victim: int) -> None:
+    outcomes = run_ranks(_dies_at_once, 3, victim, timeout=60, failures=True)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for rank in {0, 1, 2} - {victim}:
+        assert f"RankError: rank {rank}" in outcomes[rank].error and f"rank {victim}" in outcomes[rank].error
+        assert outcomes[rank].seconds < 10
+
+
 def _unmatched(rank: int, world: int) -> tuple[float, list[str]]:
     fabric = _fabric()
     comm = fabric.communicator("ring")

@@ -93,7 +93,7 @@ def test_closed_stream_is_no_evidence() -> None:
             monitor.remove_lane(lane)
 
     lane = Lane("params", (1,), Watch(), None)  # type: ignore[arg-type]
-    assert monitor.issued() == {"params": 0}
+    assert monitor.own().issued == {"params": 0}
     lane.close(5.0)
-    assert lane.error is not None and monitor.issued() == {} and monitor._status().poisoned == {}
+    assert lane.error is not None and monitor.own().issued == {} and monitor._status().poisoned == {}
     monitor.record_end("exited")

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -65,6 +65,7 @@ class Monitor:
         self._sent = threading.Event()
         self._end: tuple[str, str, bool] | None = None  # state, error, secondary
         self.failure: RankError | None = None  # what this rank has told first
+        self._lost: Sequence[int] = ()  # ranks that it names
         self._diverged = False  # that error is a divergence that this rank found
         self._answered = time.monotonic()  # when the store last answered
         self._reads = 0  # completed looks at the store
@@ -133,11 +134,11 @@ class Monitor:
         it by itself."""
         self._end = self._end or ("exited", "", False)
 
-    def note_failure(self, error: RankError) -> None:
-        """This process is about to raise what it found out about another rank. Told at once, so that ranks which find
+    def note_failure(self, error: RankError, lost: Sequence[int] = ()) -> None:
+        """This process is about to raise what it found out about ranks that it has `lost`. Told at once, so that ranks which find
         *this* one gone look further; `record_end` will say the same, if it is reached."""
         if self._end is None:
-            self.failure = error
+            self.failure, self._lost = error, lost
             self._diverged = isinstance(error, DivergenceError)
             self._end = ("failed", str(error)[-_ERROR_CHARACTERS:], True)
             self._sent.clear()
@@ -216,7 +217,8 @@ class Monitor:
 
     def _linger(self, ended: int) -> None:
         deadline = time.monotonic() + _LINGER_SECONDS
-        while self.rank == self.store_host and ended < self.world_size and time.monotonic() < deadline:
+        silent = sum(r not in self._views or self._views[r][0].state == "running" for r in self._lost)  # will not come to read
+        while self.rank == self.store_host and ended + silent < self.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
             ended = self._store.add(_ENDED, 0)
 
@@ -311,6 +313,7 @@ def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, 
     patience: timedelta = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))  # with which the clone connects, too
     try:
+        store.check([_key(rank)])  # a dead one is known at once here, and connected to for as long as there is patience
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
     except dist.DistError as error:
         said = str(error).partition("\n")[0]

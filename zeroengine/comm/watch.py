@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from zeroengine.comm.diagnosis import Diagnosis, Verdict
 from zeroengine.comm.health import Monitor
@@ -105,7 +106,7 @@ class HealthWatch:
             return known
         if verdict.diverged:
             return self._error(DivergenceError, wait, f"{verdict.text}.", _REMEDY_DIVERGED, cause)
-        return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD, cause)
+        return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD, cause, verdict.ranks)
 
     def _verdict(self, wait: Wait, waited: float) -> Verdict:
         m, silent = self._monitor, self._monitor.store_silent()
@@ -132,10 +133,12 @@ class HealthWatch:
         ranks = sorted({*operation.lane.peers, self._monitor.rank})
         return Wait(operation.lane.key, head.index, head.describe(), ranks, thread=this_thread())
 
-    def _error(self, kind: type[RankError], wait: Wait, text: str, remedy: str, cause: Exception | None = None) -> RankError:
+    def _error(
+        self, kind: type[RankError], wait: Wait, text: str, remedy: str, cause: Exception | None = None, lost: Sequence[int] = ()
+    ) -> RankError:
         error = kind(f"rank {self._monitor.rank} waits for {wait.what}: {text} {remedy}")
         error.__cause__ = cause
-        self._monitor.note_failure(error)
+        self._monitor.note_failure(error, lost)
         return error
 
 
