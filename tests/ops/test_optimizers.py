@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.ops.values import assert_same_bits
+from tests.ranks import run_ranks
+from zeroengine.comm import init_distributed
 from zeroengine.errors import ConfigError
 from zeroengine.ops import CPUAdagrad, CPUAdam, CPULion, DeepSpeedCPUAdam, FusedAdagrad, FusedAdam, FusedLion, FusedSGD, flat
 from zeroengine.ops.optimizer import FusedOptimizer
@@ -284,6 +288,32 @@ def test_tensors_without_memory_of_their_own(implementation: str) -> None:
     p.grad = TwoTensor(torch.ones(100), torch.full((100,), 2.0))
     FusedSGD([p], lr=0.5).step()
     assert torch.equal(p.a, torch.full((100,), 0.5)) and torch.equal(p.b, torch.zeros(100))
+
+
+def _of_dtensors(rank: int, world: int) -> tuple[Tensor, Tensor, bool]:
+    init_distributed(verbose=False)
+    mesh = init_device_mesh("cpu", (world,))
+    whole, gradient = torch.arange(7.0).reshape(7, 1), torch.linspace(-1, 1, 7).reshape(7, 1)
+    alone = nn.Parameter(whole.clone())
+    p = nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(0)]))
+    optimizer, expected = FusedAdam([p], lr=0.1, weight_decay=0.1), FusedAdam([alone], lr=0.1, weight_decay=0.1)
+    native = flat.update_library(torch.device("cpu")) is not None
+    twin = flat._update_by_twin
+    if native:
+        flat._update_by_twin = None  # type: ignore[assignment]  # not to be called
+    for placement in (Shard(0), Replicate()):
+        p.grad = distribute_tensor(gradient, mesh, [placement])
+        alone.grad = gradient
+        optimizer.step()
+        expected.step()
+        flat._update_by_twin = twin  # for a gradient that lies elsewhere than its parameter
+    return p.full_tensor().detach(), alone.detach(), isinstance(optimizer.state[p]["exp_avg"], DTensor)
+
+
+def test_dtensors_are_updated_where_they_lie() -> None:
+    for found, expected, sharded in run_ranks(_of_dtensors, 2, timeout=60):
+        assert sharded
+        assert_same_bits(found, expected)
 
 
 def test_gradients_that_torch_negates_lazily(implementation: str) -> None:

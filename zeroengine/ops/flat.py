@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zeroengine.ops import native, twins
-from zeroengine.ops.native import KINDS, Segment
+from zeroengine.ops.native import KINDS, OF_TORCH, Segment
 from zeroengine.ops.registry import choose
 from zeroengine.ops.rules import Rule
 
 # Elements that the twin takes at once: its temporaries stay in the cache of a CPU, and small against a GPU's memory.
 _PIECE = {"cpu": 1 << 16}
 _PIECE_ELSEWHERE = 1 << 24
-
-_OF_TORCH = (Tensor, torch.nn.Parameter)
 
 
 def update_library(device: torch.device) -> ctypes.CDLL | None:
@@ -37,7 +35,8 @@ def update(
 
     Args:
         segments: (parameter, gradient, states, copy or None, hypers). The tensors of one segment have one shape and one
-            device. Parameters, gradients and copies: fp32, bf16, fp16 or fp64; states fp32 (fp64 with fp64 parameters).
+            device; DTensors that are sharded alike are updated where they lie. Parameters, gradients and copies: fp32, bf16,
+            fp16 or fp64; states fp32 (fp64 with fp64 parameters).
         scale: a number, or a 0-dim tensor; one on a GPU is read there, without waiting for it.
         library: `update_library`, or what remembers its answers.
 
@@ -45,7 +44,7 @@ def update(
     segment, or which implementation runs.
     """
     by_device: dict[torch.device, list[Segment]] = {}
-    for segment in segments:
+    for segment in map(_local, segments):
         by_device.setdefault(segment[0].device, []).append(segment)
     for device, those in by_device.items():
         dll = library(device)
@@ -100,6 +99,23 @@ def squares(sources: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack([s for s, _ in both]), torch.stack([b for _, b in both])
 
 
+def _local(segment: Segment) -> Segment:
+    """Of DTensors that are sharded alike, what this rank has of them: a rule looks at one element at a time."""
+    tensors = list(_tensors(segment))
+    if type(tensors[0]) in OF_TORCH:
+        return segment
+    from torch.distributed.tensor import DTensor  # takes a while, and where it is needed somebody has done it
+
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
+    if len(sharded) < len(tensors) or len({(t.device_mesh, t.placements) for t in sharded}) > 1:
+        return segment
+    if any(place.is_partial() for place in sharded[0].placements):
+        return segment
+    param, grad, *states = (t.to_local() for t in sharded)
+    copy = states.pop() if segment[3] is not None else None
+    return param, grad, states, copy, segment[4]
+
+
 def _tensors(segment: Segment) -> Iterator[Tensor]:
     param, grad, states, copy, _ = segment
     yield param
@@ -127,7 +143,7 @@ def _takes(segment: Segment) -> bool:
 def _plain(t: Tensor) -> bool:
     """Its elements lie one after the other where `data_ptr` says, and have the values that are written there: a DTensor has no memory
     of its own, and torch negates lazily."""
-    return t.dtype in KINDS and t.is_contiguous() and not t.is_neg() and (type(t) in _OF_TORCH or t.data_ptr() != 0)
+    return t.dtype in KINDS and t.is_contiguous() and not t.is_neg() and (type(t) in OF_TORCH or t.data_ptr() != 0)
 
 
 def _update_by_twin(rule: Rule, segment: Segment, scale: float | Tensor) -> None:

@@ -14,6 +14,8 @@ from zeroengine.ops.rules import Numbers, Rule
 
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # Kind of csrc/ze/segments.h
 
+OF_TORCH = (Tensor, torch.nn.Parameter)  # classes whose tensors have memory of their own for sure
+
 # (parameter, gradient, states, copy or None, hypers)
 Segment = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Numbers]
 

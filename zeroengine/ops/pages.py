@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroengine.ops.heap import Heap
+from zeroengine.ops.native import OF_TORCH
 
 _SMALL = 1 << 16  # bytes below which a tensor is torch's: few of them, or none of them matters
 _CHUNK = 32 << 20
@@ -76,7 +77,7 @@ def zeros_like(t: Tensor, dtype: torch.dtype, beside: Sequence[Tensor] = ()) -> 
     with them (_MOST at most), and in large pages, where the system has them: those of torch's heap in an engine (`ops/heap.py`),
     or else such as are mapped here."""
     size = t.numel() * dtype.itemsize
-    if type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and size >= _SMALL:
+    if type(t) in OF_TORCH and t.is_cpu and size >= _SMALL:
         memory = None if Heap.serves else _mapped(size, beside)
         if memory is None:
             memory = torch.empty(size + _ROOM, dtype=torch.uint8)
