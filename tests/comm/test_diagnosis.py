@@ -109,9 +109,11 @@ def test_a_circle_through_another_thread_of_ours_is_theirs() -> None:
     assert verdict.cause == "slow" and verdict.ranks == (1,) and "b.py:1" in verdict.text
 
 
-def test_a_stream_that_a_rank_has_never_used_may_be_of_any_of_its_threads() -> None:
-    other = threads(replace(BASE, issued={}, waits=[replace(wait("control", 0, [0, 1]), thread=1)]), a=[])
-    assert judge({1: other}).cause == "divergence"
+def test_a_stream_that_a_rank_has_yet_to_make_is_of_the_thread_that_has_made_all_others() -> None:
+    waits = [replace(wait("control", 0, [0, 1]), thread=1)]
+    alone = replace(BASE, issued={"start": 3}, waits=waits, workers=[Worker(1, "a.py:1 (f)", ["start"])])
+    assert judge({1: alone}).cause == "divergence"
+    assert judge({1: replace(alone, issued={"start": 3, "of main": 0})}).cause == "slow"
 
 
 def test_call_of_torch() -> None:

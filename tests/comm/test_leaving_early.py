@@ -137,21 +137,20 @@ def test_who_waits_for_a_rank_that_left_the_group_is_told(backend: str) -> None:
 def test_another_process_may_not_join_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     store, place = dist.HashStore(), rendezvous.Place(0, 2, "localhost", 1, False, "0")
     for _ in range(2):  # a launcher keeps the store while a process leaves and joins again
-        rendezvous._check_identity(store, place)
+        rendezvous._claim(store, place, "arrived/0")
     monkeypatch.setattr(rendezvous, "_PROCESS", "another")
     with pytest.raises(RankError, match="another process has already joined as rank 0"):
-        rendezvous._check_identity(store, place)
+        rendezvous._claim(store, place, "arrived/0")
 
 
 def test_a_store_whose_keeper_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroengine.comm.health._CONNECT_SECONDS", 1.0)
     server = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, 1, False, timeout=timedelta(seconds=20), wait_for_workers=False)
     del server
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 1: the store of the job does not answer any more"):
         start_monitor(object(), client, 1, 2, 1.0)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 5
 
 
 def _in_a_child(rank: int, world: int) -> int:

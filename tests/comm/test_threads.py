@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch
 
 from tests.ranks import run_ranks
@@ -12,12 +13,11 @@ from zeroengine.comm import Fabric, init_distributed
 
 
 def _crosswise(rank: int, world: int, known: bool) -> dict[str, float]:
-    """On rank 0 the thread of y is late, on rank 1 that of x: each rank waits for the other, and nothing is wrong."""
+    """On rank 0 the thread of y is late, on rank 1 that of x: each rank waits for the other, and nothing is wrong. `known`: each
+    thread has used its stream before."""
     init_distributed(verbose=False)
     fabric = Fabric(timeout=2)
     comms = {name: fabric.communicator(name) for name in "xy"}
-    for comm in comms.values():
-        comm.barrier("by the main thread")
     found: dict[str, float] = {}
 
     def work(name: str) -> None:
@@ -42,17 +42,18 @@ def test_threads_that_are_late_crosswise_are_no_divergence() -> None:
         assert run_ranks(_crosswise, 2, known, timeout=60) == [{"x": 2.0, "y": 2.0}] * 2
 
 
-def _diverges(rank: int, world: int) -> str:
-    """One thread issues on both streams, in another order on each rank; the main thread is elsewhere."""
+def _diverges(rank: int, world: int, how: str) -> str:
+    """One thread does everything, in another order on each rank; the main thread waits for it."""
     init_distributed(verbose=False)
     fabric = Fabric(timeout=4)
-    comms = {name: fabric.communicator(name) for name in "xy"}
     said: list[str] = []
 
     def work() -> None:
-        for comm in comms.values():
-            comm.barrier("start")
         try:
+            comms = {name: fabric.communicator(name) for name in ("yx" if how == "made" and rank else "xy")}
+            if how == "used":
+                for comm in comms.values():
+                    comm.barrier("start")
             for name in ("xy", "yx")[rank]:
                 comms[name].all_reduce(torch.ones(10), name).wait()
         except Exception as error:
@@ -64,7 +65,8 @@ def _diverges(rank: int, world: int) -> str:
     return said[0]
 
 
-def test_a_divergence_of_other_threads_than_the_main_one_is_found() -> None:
-    for rank, said in enumerate(run_ranks(_diverges, 2, timeout=60)):
+@pytest.mark.parametrize("how", ["made", "new", "used"])
+def test_a_divergence_of_another_thread_than_the_main_one_is_found(how: str) -> None:
+    for rank, said in enumerate(run_ranks(_diverges, 2, how, timeout=60)):
         assert said.startswith("DivergenceError"), said
-        assert f"rank {1 - rank} " in said and "test_threads.py" in said, said
+        assert f"rank {1 - rank}" in said and (how == "made" or "test_threads.py" in said), said

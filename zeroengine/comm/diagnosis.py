@@ -94,12 +94,12 @@ class Diagnosis:
     def _follow(self, late: Sequence[int]) -> None:
         """Visits the threads that hold us up, those that hold them up, and so on, each once."""
         todo: list[tuple[int, str, tuple[_Held, ...]]] = [(rank, self.wait.lane, ()) for rank in late]
-        seen: set[tuple[int, int | None]] = set()
+        seen: set[tuple[int, int]] = set()
         while todo:
             rank, lane, path = todo.pop(0)
             status = self._status(rank)
-            thread = status.thread_of(lane) if status else None
-            if rank == self.me and thread in (None, self.wait.thread):
+            thread = status.thread_of(lane) if status else MAIN
+            if (rank, thread) == (self.me, self.wait.thread):
                 self.circle = self.circle or list(path)
                 continue
             if (rank, thread) in seen:
@@ -115,7 +115,7 @@ class Diagnosis:
                 continue
             todo.extend((r, of, (*path, held)) for r, of in needs)
 
-    def _needs(self, held: _Held, thread: int | None) -> list[tuple[int, str]] | None:
+    def _needs(self, held: _Held, thread: int) -> list[tuple[int, str]] | None:
         """Ranks that keep `held` from its operation, and their streams; None when nothing is known to (it is in user code)."""
         status = held.view.status
         if status is None:
@@ -123,7 +123,7 @@ class Diagnosis:
         wait = status.wait_before(held.lane)
         if wait is not None:
             return [(rank, wait.lane) for rank in self._late(wait)]
-        if thread in (None, MAIN) and status.call is not None and status.call_ranks is not None:
+        if thread == MAIN and status.call is not None and status.call_ranks is not None:
             return [(r, TORCH_CALL) for r in status.call_ranks if r != held.view.rank and not self._in_call(r, status.call)]
         return None
 

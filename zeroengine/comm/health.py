@@ -35,7 +35,8 @@ from zeroengine.logging import logger
 _GOODBYE_SECONDS = 1.0
 _LINGER_SECONDS = 2.0
 _SETTLE_SECONDS = 0.2
-_CONNECT_SECONDS = 8.0  # to a store that ranks have already met in
+_ANSWER_SECONDS = 8.0  # of a store that ranks have already met in
+_CONNECT_SECONDS = 1.0  # at first; torch tries up to twice as long where nobody listens
 _STORE_SECONDS = 2.0  # the bound of an operation on the store, which a thread cannot be called back from
 _ERROR_CHARACTERS = 600
 _ENDED = "zeroengine/health/ended"
@@ -75,6 +76,7 @@ class Monitor:
         self._base = Status(0, pid, socket.gethostname(), self.machine, process_start(pid))
         self._calls = CallWatch()
         self._beat = 0
+        self._last = self._base  # what was told last
         self._write()
         self._thread = threading.Thread(target=self._run, name="zeroengine health", daemon=True)
         self._thread.start()
@@ -91,13 +93,19 @@ class Monitor:
         with self._lanes_lock:
             self._lanes.discard(lane)
 
+    def beat_each(self, interval: float) -> None:
+        """So often at least, in seconds."""
+        if interval < self.interval:
+            self.interval = interval
+            self._wake.set()
+
     def own(self) -> Status:
         """What this rank does now."""
         return self._threads(self._last)
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Publishes `wait` as what holds this rank up, and has the heartbeats of its ranks read meanwhile."""
+        """Publishes `wait` as what holds this rank up, and has the heartbeats of its ranks read meanwhile, as long as anybody waits."""
         ident, start = threading.get_ident(), time.monotonic()
         with self._lock:
             self._waits[ident] = replace(wait, seconds=start)  # seconds: the start, until it is published
@@ -107,12 +115,8 @@ class Monitor:
         finally:
             with self._lock:
                 self._waits.pop(ident, None)
-
-    def forget(self) -> None:
-        """Stops reading heartbeats when nobody waits."""
-        with self._lock:
-            if not self._waits:
-                self._known_since.clear()
+                if not self._waits:
+                    self._known_since.clear()
 
     def record_end(self, state: str, error: str = "", secondary: bool = False) -> None:
         """Publishes the end of this process; returns after a second at most, sent or not.
@@ -301,6 +305,7 @@ def process_monitor(interval: float = 1.0) -> Monitor:
     group = dist.group.WORLD
     for known in _kept:
         if known.group() is group:
+            known.monitor.beat_each(interval)
             return known.monitor
     store = dist.distributed_c10d._get_default_store()
     monitor = start_monitor(group, store, dist.get_rank(), dist.get_world_size(), interval)
@@ -310,11 +315,33 @@ def process_monitor(interval: float = 1.0) -> Monitor:
 
 def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, interval: float) -> Monitor:
     """The monitor of this process for what is or becomes the default process group, whose store is `store`. It ends with the group."""
+    own = _connected_again(store, rank)
+    own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    monitor = Monitor(own, rank, world_size, None if agent else 0, interval)
+    for known in _kept:
+        known.monitor.leave()  # of a group that somebody still holds
+    _kept[:] = [_Kept(weakref.ref(group, lambda _: monitor.leave()), monitor, store)]
+    return monitor
+
+
+def _connected_again(store: dist.Store, rank: int) -> dist.Store:
+    """A connection of its own to a store that ranks have already met in. One that is lost is known at once where it is asked; a new
+    one is tried for some time. Hence both in turn."""
     patience: timedelta = store.timeout  # type: ignore[attr-defined]
-    store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))  # with which the clone connects, too
+    deadline, bound = time.monotonic() + _ANSWER_SECONDS, _CONNECT_SECONDS
     try:
-        store.check([_key(rank)])  # a dead one is known at once here, and connected to for as long as there is patience
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        while True:
+            store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+            store.check([_key(rank)])
+            store.set_timeout(timedelta(seconds=bound))
+            try:
+                own: dist.Store = store.clone()  # type: ignore[attr-defined]
+                return own
+            except dist.DistError:
+                if time.monotonic() > deadline:
+                    raise
+                bound *= 2  # it answers, slowly
     except dist.DistError as error:
         said = str(error).partition("\n")[0]
         raise RankError(
@@ -323,11 +350,6 @@ def start_monitor(group: object, store: dist.Store, rank: int, world_size: int, 
         ) from error
     finally:
         store.set_timeout(patience)
-    own.set_timeout(timedelta(seconds=max(_STORE_SECONDS, 3 * interval)))
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    monitor = Monitor(own, rank, world_size, None if agent else 0, interval)
-    _kept[:] = [_Kept(weakref.ref(group, lambda _: monitor.leave()), monitor, store)]
-    return monitor
 
 
 def install_hooks(monitor: Monitor) -> None:
@@ -336,20 +358,22 @@ def install_hooks(monitor: Monitor) -> None:
     if monitor.hooked:
         return
     monitor.hooked = True
-    previous, pid = sys.excepthook, os.getpid()
+    previous, pid, watched = sys.excepthook, os.getpid(), weakref.ref(monitor)  # the hooks outlive it
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == pid:  # not in a forked child
+        mine = watched() if os.getpid() == pid else None  # not in a forked child
+        if mine is not None:
             text = "".join(traceback.format_exception_only(kind, error)).strip()
-            monitor.record_end("failed", text, isinstance(error, RankError))
+            mine.record_end("failed", text, isinstance(error, RankError))
         previous(kind, error, trace)
-        if os.getpid() == pid and (monitor.busy() or isinstance(error, RankError)):
+        if mine is not None and (mine.busy() or isinstance(error, RankError)):
             leave_at_once(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def bye() -> None:
-        if os.getpid() == pid:
-            monitor.record_end("exited")
-            monitor.settle()
+        mine = watched() if os.getpid() == pid else None
+        if mine is not None:
+            mine.record_end("exited")
+            mine.settle()
 
     sys.excepthook = hook
     atexit.register(bye)

@@ -187,7 +187,7 @@ class Lane:
         self.peers = peers
         self.watch = watch
         self.issued = 0
-        self.issuer = 0  # the thread that did it last
+        self.issuer = threading.get_ident()  # the thread that did it last, or may be about to
         self._pid = os.getpid()
         self.error: Exception | None = None
         self._pending: dict[int, Operation] = {}  # ascending
@@ -204,15 +204,16 @@ class Lane:
 
     def submit(self, fingerprint: Fingerprint, run: Callable[[], None], order: Order | None = None) -> Operation:
         """`order`: what the stream does, instead of `run`."""
+        if os.getpid() != self._pid:  # of which a thread may hold the lock
+            raise RuntimeError(
+                f"communicator {self.key!r} belongs to process {self._pid}, of which this one was forked: call init_distributed and "
+                "make a communicator here, or leave collectives to the parent"
+            )
         with self._lock:
             if self.error is not None:
                 raise self.error.with_traceback(None)
             if self._closed:
                 raise self._no_more()
-            if os.getpid() != self._pid:
-                raise RuntimeError(
-                    f"communicator {self.key!r} belongs to process {self._pid}, of which this one was forked; it makes its own"
-                )
             operation = Operation(self, self.issued, fingerprint, run, order is not None)
             try:
                 self._pending[operation.index] = operation
@@ -289,9 +290,9 @@ class Lane:
             self.retire()
             self._verify = self._interrupt = None  # they hold the process group
         if self.error is None:
-            self.error = self._no_more()
             if not self.busy():  # one that is stuck in the transport still counts when the process ends
-                self.watch.unwatch(self)
+                self.watch.unwatch(self)  # before it has an error, which would be told to the others
+            self.error = self._no_more()
 
     def _no_more(self) -> Exception:
         return RuntimeError(f"communicator {self.key!r} is closed")

@@ -162,7 +162,9 @@ class PairLanes:
             for line in lines:
                 # a lane at work has its channel for itself, and what it receives is not for us
                 if line.channel is not None and line.lane.head() is None and line.channel.awaited():
-                    self._submit("recv", tensor, line, subject).wait()
+                    operation = self._submit("recv", tensor, line, subject)
+                    line.lane.issuer = lane.issuer  # the thread that asked, for which this one looks
+                    operation.wait()
                     return line.src
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE, pause + 1e-5)

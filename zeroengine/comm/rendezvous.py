@@ -74,41 +74,44 @@ def meet(place: Place, timeout: timedelta) -> dist.Store:
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        store = _store(place, timeout, deadline)
+        store = _store(place, deadline)
         job = dist.PrefixStore(f"zeroengine/attempt_{place.attempt}", store)
         try:
             meeting = _meeting(job, place, deadline)
-        except dist.DistNetworkError as error:
-            if place.rank == 0 or place.agent_store or time.monotonic() > deadline:
+        except dist.DistError as error:
+            lost = isinstance(error, dist.DistNetworkError)  # perhaps as rank 0 left the last meeting
+            if not lost or place.rank == 0 or place.agent_store or time.monotonic() > deadline:
                 raise RankError(
-                    f"rank {place.rank}: the store on {place.endpoint} ended while the ranks met ({first_line(error)}); "
+                    f"rank {place.rank}: the store on {place.endpoint} ended or hung while the ranks met ({first_line(error)}); "
                     "look at the output of rank 0 and of the launcher"
                 ) from error
             meeting = None
         if meeting is not None:
             _attended.add(meeting)
+            store.set_timeout(timeout)
             return dist.PrefixStore(f"meeting_{meeting}", job)
         del job, store  # rank 0 has yet to leave the last meeting, and its store ends with it: a lost connection would be loud
         time.sleep(_POLL_SECONDS)
 
 
-def _store(place: Place, timeout: timedelta, deadline: float) -> dist.Store:
+def _store(place: Place, deadline: float) -> dist.Store:
     if place.rank == 0 and not place.agent_store:
-        return _serve(place, timeout)
+        return _serve(place)
     _await_listener(place, deadline)
     try:
-        return _connect(place, timeout)
+        return _connect(place)
     except RankError:
         if not _attended:
             raise
         time.sleep(_ENDING_SECONDS)  # it may have been the store of the last meeting, as that ended
         _await_listener(place, deadline)
-        return _connect(place, timeout)
+        return _connect(place)
 
 
-def _serve(place: Place, timeout: timedelta) -> dist.Store:
+def _serve(place: Place) -> dist.Store:
+    bound = timedelta(seconds=_HANDSHAKE_SECONDS)
     try:
-        return dist.TCPStore(place.host, place.port, place.world_size, True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(place.host, place.port, place.world_size, True, timeout=bound, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
         raise RankError(
             f"rank 0 cannot listen on port {place.port} of {place.host} (host {socket.gethostname()}): the port is in "
@@ -119,7 +122,7 @@ def _serve(place: Place, timeout: timedelta) -> dist.Store:
 def _await_listener(place: Place, deadline: float) -> None:
     """Rank 0 may start later than we do: anyone who listens ends the wait."""
     start, error = time.monotonic(), None
-    while time.monotonic() < deadline:
+    while error is None or time.monotonic() < deadline:
         try:
             socket.create_connection((place.host, place.port), timeout=5.0).close()
             return
@@ -136,7 +139,7 @@ def _await_listener(place: Place, deadline: float) -> None:
     )
 
 
-def _connect(place: Place, timeout: timedelta) -> dist.Store:
+def _connect(place: Place) -> dist.Store:
     """In a thread of its own: a foreign server that accepts and says nothing would block for ever."""
     made: list[dist.Store] = []
     failed: list[Exception] = []
@@ -144,9 +147,7 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
     def connect() -> None:
         try:
             short = timedelta(seconds=_HANDSHAKE_SECONDS - 1.0)  # it ends by itself, with its own reason
-            store = dist.TCPStore(place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False)
-            store.set_timeout(timeout)
-            made.append(store)
+            made.append(dist.TCPStore(place.host, place.port, place.world_size, False, timeout=short, wait_for_workers=False))
         except Exception as error:
             failed.append(error)
 
@@ -165,8 +166,9 @@ def _connect(place: Place, timeout: timedelta) -> dist.Store:
 def _meeting(store: dist.Store, place: Place, deadline: float) -> str | None:
     """The name of the meeting that this process is to join. None: rank 0 is still in the last one, as far as this store knows. Two
     jobs that met on one port would mix their ranks without a word, hence the checks."""
-    _check_identity(store, place)
     if place.rank == 0:
+        if place.agent_store:  # else it holds the port
+            _claim(store, place, "arrived/0")
         meeting = uuid.uuid4().hex
         store.set("meeting", f"{meeting} {place.world_size}")
         return meeting
@@ -178,24 +180,22 @@ def _meeting(store: dist.Store, place: Place, deadline: float) -> str | None:
             raise RankError(f"rank {place.rank}: no meeting of the ranks in the store on {place.endpoint}: {why}")
         time.sleep(_POLL_SECONDS)
     meeting, size = store.get("meeting").decode().split()
+    if meeting in _attended:
+        if time.monotonic() > deadline:
+            raise RankError(f"rank {place.rank}: rank 0 did not come to the next meeting on {place.endpoint}; look at its output")
+        return None
     if int(size) != place.world_size:
         raise RankError(
             f"rank {place.rank}: WORLD_SIZE is {place.world_size} here and {size} on rank 0 at "
             f"{place.endpoint}; the ranks were started differently, or another job meets on this port. " + _PORT_REMEDY
         )
-    if meeting not in _attended:
-        return meeting
-    if time.monotonic() > deadline:
-        raise RankError(f"rank {place.rank}: rank 0 did not come to the next meeting on {place.endpoint}; look at its output")
-    return None
+    _claim(store, place, f"arrived/{meeting}/{place.rank}")
+    return meeting
 
 
-def _check_identity(store: dist.Store, place: Place) -> None:
-    if place.world_size == 1:
-        return
+def _claim(store: dist.Store, place: Place, key: str) -> None:
     mine = f"{_PROCESS}-{os.getpid()}"  # the same one may join again after it has left
-    holder = store.compare_set(f"arrived/{place.rank}", "", mine).decode()
-    if holder != mine:
+    if store.compare_set(key, "", mine).decode() != mine:
         raise RankError(
             f"rank {place.rank}: another process has already joined as rank {place.rank} on {place.endpoint}; "
             f"either RANK is set alike twice or another job meets on this port. {_PORT_REMEDY}"

@@ -15,6 +15,7 @@ Results do not depend on where tensors lie, and are those of `transport.Transpor
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -55,6 +56,7 @@ class SharedTransport(FixedOrder):
         self._native = native
         self._arena = arena
         self._handle = handle
+        self._ending = threading.Lock()  # another thread may interrupt what ends
         self.stream = Stream(native, handle)
         self._subject = ""
         self._open_pair = open_pair
@@ -72,16 +74,18 @@ class SharedTransport(FixedOrder):
 
     def interrupt(self) -> None:
         """The operation under way and all later ones fail within a fraction of a second."""
-        if self._handle:
-            self._native.interrupt(self._handle)
+        with self._ending:
+            if self._handle:
+                self._native.interrupt(self._handle)
 
     def end(self) -> None:
         """Ends the transport, and the channels. Control blocks stay: a peer may still read what this rank announced last."""
         while self._channels:
             self._channels.popitem()[1].end()
-        handle, self._handle = self._handle, 0
-        if handle:
-            self._native.group_delete(handle)
+        with self._ending:
+            handle, self._handle = self._handle, 0
+            if handle:
+                self._native.group_delete(handle)
 
     @property
     def carries_messages(self) -> bool:

@@ -25,7 +25,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Worker:
-    """A thread beside the main one that uses streams, and those on which it was the last to issue."""
+    """A thread beside the main one that uses streams, and those that it has made or on which it was the last to issue."""
 
     ident: int
     line: str
@@ -53,17 +53,21 @@ class Status:
     call: str | None = None
     call_ranks: list[int] | None = None
 
-    def thread_of(self, lane: str) -> int | None:
-        """The thread that will issue the next operation of `lane`, as it did the last one; None where none has."""
+    def thread_of(self, lane: str) -> int:
+        """The thread that will issue the next operation of `lane`: the one that issued the last, or made the lane. Of a lane that has
+        yet to be made, the main thread, unless all others are of one other."""
         for worker in self.workers:
             if lane in worker.lanes:
                 return worker.ident
-        return MAIN if lane == TORCH_CALL or self.issued.get(lane) else None
+        theirs = sum(len(worker.lanes) for worker in self.workers)
+        if lane == TORCH_CALL or lane in self.issued or len(self.workers) != 1 or theirs < len(self.issued):
+            return MAIN
+        return self.workers[0].ident
 
     def wait_before(self, lane: str) -> Wait | None:
-        """What keeps this rank from the next operation of `lane`: the wait of its thread, any wait where nobody knows the thread."""
+        """What keeps this rank from the next operation of `lane`: the wait of its thread."""
         thread = self.thread_of(lane)
-        return next((wait for wait in self.waits if thread in (None, wait.thread)), None)
+        return next((wait for wait in self.waits if wait.thread == thread), None)
 
     def line_of(self, thread: int) -> str:
         return next((worker.line for worker in self.workers if worker.ident == thread), self.line)
@@ -115,7 +119,7 @@ class PeerView:
         wait = next(iter(s.waits), None) if lane is None else s.wait_before(lane)
         if wait is not None:
             return f"waits for {wait.what} since {wait.seconds:.0f} s, called at {s.line_of(wait.thread)}"
-        thread = MAIN if lane is None else s.thread_of(lane) or MAIN
+        thread = MAIN if lane is None else s.thread_of(lane)
         if thread == MAIN and s.call is not None:
             return f"is inside torch.distributed.{s.call}, called at {s.line}"
         return f"is in user code at {s.line_of(thread)}"

@@ -44,7 +44,6 @@ class HealthWatch:
             return
         with self._monitor.waiting(self._wait_of(operation)):
             self._until(operation, start)
-        self._monitor.forget()
 
     def _until(self, operation: Operation, start: float) -> None:
         earlier: Verdict | None = None
@@ -102,8 +101,8 @@ class HealthWatch:
 
     def _ended(self, verdict: Verdict, wait: Wait, cause: Exception | None = None) -> RankError:
         known = self._monitor.failure
-        if verdict.unsaid and known is not None:  # it ended because of what another thread of ours has told, and we read no more
-            return known
+        if known is not None and (verdict.unsaid or self._monitor.store_silent() > 0):
+            return known  # told by another thread of ours; nothing is read after it
         if verdict.diverged:
             return self._error(DivergenceError, wait, f"{verdict.text}.", _REMEDY_DIVERGED, cause)
         return self._error(RankError, wait, f"{verdict.text}.", _REMEDY_DEAD, cause, verdict.ranks)
