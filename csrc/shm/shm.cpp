@@ -74,6 +74,20 @@ ZE_EXPORT int ze_shm_discard(int fd, int64_t offset, int64_t bytes) {
 // -- groups
 // -----------------------------------------------------------------------------------------------------------------
 
+namespace {
+
+// The address of what `make` gives; 0 where there is no memory for it: nothing may be thrown through C.
+template <class Make>
+int64_t made(Make make) {
+    try {
+        return reinterpret_cast<int64_t>(make());
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+}
+
+}  // namespace
+
 // Bytes of a control block and its staging area.
 ZE_EXPORT int64_t ze_shm_control_bytes(int64_t half) { return Group::control_bytes() + 2 * half; }
 
@@ -81,7 +95,7 @@ ZE_EXPORT void ze_shm_control_clear(int64_t address) { std::memset(pointer<void>
 
 ZE_EXPORT int64_t ze_shm_group_new(int size, int rank, const int64_t* bases, const int64_t* controls,
                                    int64_t arena_bytes, int64_t half, int spin) {
-    return reinterpret_cast<int64_t>(new Group(size, rank, bases, controls, arena_bytes, half, spin));
+    return made([&] { return new Group(size, rank, bases, controls, arena_bytes, half, spin); });
 }
 
 // Only when no operation runs.
@@ -131,13 +145,21 @@ ZE_EXPORT int ze_shm_all_to_all(int64_t group, int64_t output, int64_t input, co
 // ----------------------------------------------------------------------------------------------------------------
 
 ZE_EXPORT int64_t ze_shm_stream_new(int64_t group) {
-    return reinterpret_cast<int64_t>(new Stream(*pointer<Group>(group)));
+    return made([&] { return new Stream(*pointer<Group>(group)); });
 }
 
 // When nobody serves it or waits.
 ZE_EXPORT void ze_shm_stream_delete(int64_t stream) { delete pointer<Stream>(stream); }
 
-ZE_EXPORT void ze_shm_stream_put(int64_t stream, const Order* order) { pointer<Stream>(stream)->put(*order); }
+// Whether there was memory for it.
+ZE_EXPORT int ze_shm_stream_put(int64_t stream, const Order* order) {
+    try {
+        pointer<Stream>(stream)->put(*order);
+    } catch (const std::bad_alloc&) {
+        return 0;
+    }
+    return 1;
+}
 
 // A Turn; `status` of what failed.
 ZE_EXPORT int ze_shm_stream_serve(int64_t stream, int* status) {

@@ -11,10 +11,12 @@ namespace {
 
 using namespace ze;
 
-// Read before their turn: these are more streams than a processor follows, and it stops at the end of each page.
-constexpr int64_t kLine = 16;          // elements of a cache line
-constexpr int64_t kAhead = 8 * kLine;  // into the nearest cache
-constexpr int64_t kFar = 16 * kLine;   // so often, and so far ahead, one line into the next cache: finds the page, too
+// Memory is asked for before its turn: these are more streams than a processor follows, and it stops at the end of each
+// page. Every line is fetched kAhead elements early into the nearest cache. Every kFar elements one line is fetched
+// that far ahead into the next cache, for the address of its page to be known in time.
+constexpr int64_t kLine = 16;  // elements of a cache line
+constexpr int64_t kAhead = 8 * kLine;
+constexpr int64_t kFar = 16 * kLine;
 
 template <class Rule>
 void apply(int64_t n, float* __restrict p, const float* __restrict g, float* __restrict a, float* __restrict b,

@@ -105,6 +105,25 @@ def test_a_process_may_leave_and_join_again(late: int) -> None:
     assert run_ranks(_again, 3, late, timeout=60) == [[3.0] * 3] * 3
 
 
+def _fewer(rank: int, world: int) -> list[float]:
+    found = []
+    for size in (3, 2, 1):
+        os.environ["WORLD_SIZE"] = str(size)
+        if rank < size:
+            init_distributed(verbose=False)
+            value = torch.ones(3)
+            dist.all_reduce(value)
+            dist.barrier()
+            time.sleep(0.4 * (rank == 0))
+            dist.destroy_process_group()
+            found.append(float(value[0]))
+    return found
+
+
+def test_fewer_ranks_may_meet_again() -> None:
+    assert run_ranks(_fewer, 3, timeout=60) == [[3.0, 2.0, 1.0], [3.0, 2.0], [3.0]]
+
+
 def _health_threads() -> int:
     return sum(thread.name == "zeroengine health" for thread in threading.enumerate())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,7 +20,7 @@ from zeroengine.logging import logger
 from zeroengine.ops import FusedAdam, build, prebuilt, report
 from zeroengine.ops.registry import OPERATIONS, choose
 from zeroengine.ops.sources import csrc
-from zeroengine.ops.toolchain import Compiler
+from zeroengine.ops.toolchain import Compiler, find_cxx
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -106,6 +107,21 @@ def test_a_broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said
     monkeypatch.setenv("ZE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(broken))
     missing(reason, said)
+
+
+def test_a_compiler_that_answers_is_taken_where_another_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.which("g++") or shutil.which("clang++")
+    if real is None:
+        pytest.skip("no compiler")
+    (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "c++").chmod(0o755)
+    (tmp_path / "g++").symlink_to(real)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = find_cxx()
+    assert isinstance(found, Compiler) and found.command == ("g++",)
+    (tmp_path / "g++").unlink()
+    assert find_cxx() == "the C++ compiler (c++) does not work: --version ends with exit code 1"
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:

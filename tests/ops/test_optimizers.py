@@ -304,7 +304,9 @@ def _of_dtensors(rank: int, world: int) -> tuple[Tensor, Tensor, bool]:
     for placement in (Shard(0), Replicate()):
         p.grad = distribute_tensor(gradient, mesh, [placement])
         alone.grad = gradient
+        before = p._version
         optimizer.step()
+        assert p._version > before  # autograd has to notice
         expected.step()
         flat._update_by_twin = twin  # for a gradient that lies elsewhere than its parameter
     return p.full_tensor().detach(), alone.detach(), isinstance(optimizer.state[p]["exp_avg"], DTensor)

@@ -16,7 +16,7 @@ import torch
 
 from zeroengine.comm.arena import Arena
 from zeroengine.comm.shared import SharedTransport
-from zeroengine.comm.shm_native import Native, integers, native
+from zeroengine.comm.shm_native import Native, integers, made, native
 from zeroengine.comm.transport import Transport
 from zeroengine.comm.two_level import TwoLevelTransport
 from zeroengine.comm.verify import HeaderCheck
@@ -114,7 +114,7 @@ class SharedMemory:
             self._tell(name, rank, reason)
             return None
         controls = integers([offers[i].control for i in mine])
-        handle = self._native.group_new(len(mine), place, integers(bases), controls, self._arena.size, _HALF, _SPIN)
+        handle = made(self._native.group_new(len(mine), place, integers(bases), controls, self._arena.size, _HALF, _SPIN))
         pairs = None
         if all(said.pairs >= 0 for said in told):
             pairs = partial(_open_pair, self._native, self._arena, bases, [told[i].pairs for i in mine], place)
@@ -228,7 +228,7 @@ def _open_pair(native: Native, arena: Arena, bases: list[int], pairs: list[int],
         arena.count(each)
     controls = integers([pairs[src] + 2 * dst * each, pairs[dst] + (2 * src + 1) * each])
     ends = integers([bases[src], bases[dst]])
-    return int(native.group_new(2, int(place == dst), ends, controls, arena.size, _HALF, _SPIN))
+    return made(native.group_new(2, int(place == dst), ends, controls, arena.size, _HALF, _SPIN))
 
 
 def _hosts(offers: list[_Offer]) -> list[list[int]]:

@@ -30,7 +30,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "all_to_all": (_INT, (_I64, _I64, _I64, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _I64, _I64)),
     "stream_new": (_I64, (_I64,)),
     "stream_delete": (None, (_I64,)),
-    "stream_put": (None, (_I64, ctypes.c_void_p)),
+    "stream_put": (_INT, (_I64, ctypes.c_void_p)),
     "stream_serve": (_INT, (_I64, ctypes.POINTER(_INT))),
     "stream_done": (_I64, (_I64,)),
     "stream_wait": (_INT, (_I64, _I64, _F64)),
@@ -82,6 +82,13 @@ def native() -> Native | str:
     """The library, or in one line why there is none."""
     found: Library = library("shm")
     return _bind(found.dll) if found.dll is not None else found.reason
+
+
+def made(handle: int) -> int:
+    """`handle` of something new."""
+    if not handle:
+        raise MemoryError("no memory for the control of collectives in shared memory")
+    return int(handle)
 
 
 def integers(values: list[int] | tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:

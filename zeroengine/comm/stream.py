@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zeroengine.comm.fingerprint import SUBJECT_BYTES, Fingerprint
 from zeroengine.comm.protocol import ReduceOp
-from zeroengine.comm.shm_native import DONE, TYPES, Native
+from zeroengine.comm.shm_native import DONE, TYPES, Native, made
 
 _SLICE = 0.2  # seconds of a wait in native code, between which signals are handled
 
@@ -56,7 +56,7 @@ class Stream:
 
     def __init__(self, native: Native, group: int) -> None:
         self._native = native
-        self._handle = int(native.stream_new(group))
+        self._handle = made(native.stream_new(group))
         self._pid = os.getpid()
         # with the last who may wait; it does not touch the group, which may end earlier
         weakref.finalize(self, _delete, native, self._handle, self._pid).atexit = False
@@ -97,7 +97,8 @@ class Stream:
 
     def put(self, order: Order | None) -> None:
         """The next operation; None: one that comes back from `serve`."""
-        self._native.stream_put(self._handle, ctypes.byref(_FOREIGN if order is None else order))
+        if not self._native.stream_put(self._handle, ctypes.byref(_FOREIGN if order is None else order)):
+            raise MemoryError("no memory for one more operation")
 
     def serve(self) -> Turn:
         """Does what is native, until operation number `done` is the caller's (who does it, and calls this again), one has failed with

@@ -52,7 +52,7 @@ class TorchCommunicator:
         simulate: bool = False,
         shared: SharedTransport | TwoLevelTransport | None = None,
         channels: bool = True,
-    ):
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.rank = wire.rank

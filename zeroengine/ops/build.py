@@ -22,6 +22,7 @@ import ctypes
 import functools
 import logging
 import os
+import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def _from_cache(sources: Sources, compiler: Compiler, flags: tuple[str, ...]) ->
         cache = Cache(cache_folder())
     except RuntimeError as error:  # no home directory
         return Library(sources.name, None, str(error))
-    key = sources.key(*compiler.command, compiler.version, *flags, *cpu_features())
+    key = sources.key(*compiler.command, compiler.version, *flags, *cpu_features(), *platform.libc_ver())
     for attempt in range(2):
         try:
             path = cache.get(sources, key, compiler, flags, again=attempt > 0)
@@ -164,4 +165,4 @@ def _from_cache(sources: Sources, compiler: Compiler, flags: tuple[str, ...]) ->
         except OSError as error:
             problem = str(error)
             break
-    return Library(sources.name, None, f"it was built but cannot be loaded: {problem}")
+    return Library(sources.name, None, f"it was built but cannot be loaded: {problem}; ZE_CACHE_DIR names another folder to build in")

@@ -27,7 +27,7 @@ class Cache:
         self.folder = folder
 
     def get(self, sources: Sources, key: str, compiler: Compiler, flags: Sequence[str], again: bool = False) -> Path:
-        """The library, built if it is not there. `again`: what is there cannot be loaded; build over it.
+        """The library, built if it is not there. `again`: what is there is damaged; build over it.
 
         Raises:
             BuildFailed: it is not there and cannot be built, or cannot be written.

@@ -44,7 +44,11 @@ def update(
     segment, or which implementation runs.
     """
     by_device: dict[torch.device, list[Segment]] = {}
-    for segment in map(_local, segments):
+    outer: list[Tensor] = []  # DTensors whose local tensors change
+    for given in segments:
+        segment = _local(given)
+        if segment is not given:
+            outer.extend(t for t in (given[0], given[3]) if t is not None)
         by_device.setdefault(segment[0].device, []).append(segment)
     for device, those in by_device.items():
         dll = library(device)
@@ -58,6 +62,7 @@ def update(
             native.update(dll, rule, fast, scale)
             # autograd notices values that change under it by their version; torch cannot see these writes
             increment_version([t for s in fast for t in (s[0], s[3]) if t is not None])
+    increment_version(outer)
 
 
 @torch.no_grad()

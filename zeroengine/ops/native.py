@@ -49,7 +49,7 @@ class _Scale:
 
 
 def update(dll: ctypes.CDLL, rule: Rule, segments: Sequence[Segment], scale: float | Tensor) -> None:
-    """One step of `rule` for all segments, which lie on one device and are what `fits` accepts."""
+    """One step of `rule` for all segments, which lie on one device and are what `flat` takes to be native."""
     table, numbers, rows = _Table(8), array("f"), dict[bytes, int]()  # rows by their bits: 0.0 and -0.0 are equal numbers
     last: Numbers | None = None
     row = 0

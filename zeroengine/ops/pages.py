@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +59,7 @@ class _Chunk:
         if end > self._end:
             return None
         self._next = -(-end // _LINE) * _LINE
-        kind: Any = type("Piece", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
-        piece: ctypes.Array[ctypes.c_char] = kind.from_buffer(self._memory, begin)
+        piece = (ctypes.c_char * size).from_buffer(self._memory, begin)
         first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             weakref.finalize(piece, self._memory.madvise, mmap.MADV_DONTNEED, first, last - first).atexit = False

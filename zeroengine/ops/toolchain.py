@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -95,28 +96,24 @@ def nvcc_flags(arch: str) -> tuple[str, ...]:
 
 
 def find_cxx() -> Compiler | str:
-    """$CXX, or the first of c++, g++ and clang++ that answers; else why there is none."""
+    """$CXX, or the first of c++, g++ and clang++ that answers; else why not."""
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         try:
             return _ask(tuple(shlex.split(chosen)), "$CXX")
         except ValueError as error:
             return f"$CXX ({chosen}) is not a command: {error}"
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return _ask((name,), "the C++ compiler")
-    return "no C++ compiler (c++, g++ or clang++) on PATH; install one, or set CXX"
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    return _first(found, "the C++ compiler") or "no C++ compiler (c++, g++ or clang++) on PATH; install one, or set CXX"
 
 
 def find_nvcc() -> Compiler | str:
-    """nvcc of $CUDA_HOME or $CUDA_PATH, else on PATH, else in /usr/local/cuda; else why there is none."""
+    """The first nvcc that answers, of $CUDA_HOME, $CUDA_PATH, on PATH and in /usr/local/cuda; else why not."""
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
     paths = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes]
     paths += [shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")]
-    for path in paths:
-        if path:
-            return _ask((path,), "nvcc")
-    return "no nvcc on PATH, in $CUDA_HOME or in /usr/local/cuda; install the CUDA toolkit, or set CUDA_HOME"
+    none = "no nvcc on PATH, in $CUDA_HOME or in /usr/local/cuda; install the CUDA toolkit, or set CUDA_HOME"
+    return _first([path for path in paths if path], "nvcc") or none
 
 
 def find_ninja() -> str | None:
@@ -131,15 +128,15 @@ def find_ninja() -> str | None:
     return next((path for path in found if path and isinstance(_ask((path,), "ninja"), Compiler)), None)
 
 
-def run_bounded(command: Sequence[str], seconds: float, folder: Path | None = None, errors: int = subprocess.STDOUT) -> tuple[int, str]:
-    """Exit code and output (`errors`: where what it says of errors goes) of a program in a session of its own, of which nothing is left
-    when it takes longer or this process is interrupted. Raises OSError where it cannot be run, subprocess.TimeoutExpired."""
+def run_bounded(command: Sequence[str], seconds: float, folder: Path | None = None, stderr: int = subprocess.STDOUT) -> tuple[int, str]:
+    """Exit code and output of a program in a session of its own, of which nothing is left when it takes longer or this process is
+    interrupted. Raises OSError where it cannot be run, subprocess.TimeoutExpired."""
     process = subprocess.Popen(
         command,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=errors,
+        stderr=stderr,
         text=True,
         errors="replace",
         start_new_session=True,
@@ -147,29 +144,48 @@ def run_bounded(command: Sequence[str], seconds: float, folder: Path | None = No
     try:
         output, _ = process.communicate(timeout=seconds)
     except BaseException:
-        _end_group(process)
+        _end_all(process)
         raise
     return process.returncode, output
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """Ends a process that leads a session, and what it started: ninja has its commands in groups of their own, and ends them."""
-    for signal_, seconds in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, signal_)
-            process.communicate(timeout=seconds)
-            return
-        except ProcessLookupError:
-            process.communicate()
-            return
-        except subprocess.TimeoutExpired:
-            continue
+def _end_all(process: subprocess.Popen[str]) -> None:
+    """Ends a process that leads a session, and what it started. ninja has its commands in groups of their own: it ends them when it is
+    asked to, and they are looked up for when it is not able to."""
+    import psutil  # not there where a wheel is built
+
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(_END_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _first(programs: Sequence[str], what: str) -> Compiler | str:
+    """The first that answers, else why the first does not; nothing where there is none."""
+    reason = ""
+    for program in programs:
+        found = _ask((program,), what)
+        if isinstance(found, Compiler):
+            return found
+        reason = reason or found
+    return reason
 
 
 def _ask(command: tuple[str, ...], what: str) -> Compiler | str:
     named = f"{what} ({shlex.join(command)})"
     try:
-        code, output = run_bounded([*command, "--version"], _ASK_SECONDS, errors=subprocess.DEVNULL)
+        code, output = run_bounded([*command, "--version"], _ASK_SECONDS, stderr=subprocess.DEVNULL)
     except OSError as error:
         return f"{named} cannot be run: {error}"
     except subprocess.TimeoutExpired:
