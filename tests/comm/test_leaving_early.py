@@ -162,7 +162,7 @@ def test_another_process_may_not_join_in_its_place(monkeypatch: pytest.MonkeyPat
         rendezvous._claim(store, place, "arrived/0")
 
 
-def test_a_store_whose_keeper_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_keeper_is_gone_is_an_error() -> None:
     server = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, 1, False, timeout=timedelta(seconds=20), wait_for_workers=False)
     del server

@@ -38,13 +38,13 @@ class Verdict:
 
 
 class _Held(NamedTuple):
-    """A rank that has yet to issue on `lane`."""
+    """A thread of a rank that has yet to issue what others wait for."""
 
     view: PeerView
-    lane: str
+    thread: int
 
     def text(self) -> str:
-        return f"{self.view.who()} {self.view.activity(self.lane)}"
+        return f"{self.view.who()} {self.view.activity(self.thread)}"
 
 
 @dataclass
@@ -84,11 +84,11 @@ class Diagnosis:
         """Ranks that have not issued their part of `wait`."""
         return [r for r in wait.ranks if self._issued(r, wait.lane) <= wait.index]
 
-    def _status(self, rank: int) -> Status | None:
-        return self.own if rank == self.me else self.peer(rank).status
+    def _view(self, rank: int) -> PeerView:
+        return PeerView(rank, self.own, 0.0) if rank == self.me else self.peer(rank)
 
     def _issued(self, rank: int, lane: str) -> int:
-        status = self._status(rank)
+        status = self._view(rank).status
         return status.issued.get(lane, 0) if status else 0
 
     def _follow(self, late: Sequence[int]) -> None:
@@ -97,39 +97,39 @@ class Diagnosis:
         seen: set[tuple[int, int]] = set()
         while todo:
             rank, lane, path = todo.pop(0)
-            status = self._status(rank)
-            thread = status.thread_of(lane) if status else MAIN
+            view = self._view(rank)
+            thread = view.status.thread_of(lane) if view.status else MAIN
             if (rank, thread) == (self.me, self.wait.thread):
                 self.circle = self.circle or list(path)
                 continue
             if (rank, thread) in seen:
                 continue
             seen.add((rank, thread))
-            held = _Held(PeerView(rank, self.own, 0.0) if rank == self.me else self.peer(rank), lane)
-            if rank != self.me and self._ended(held.view):
-                self.dead.append(held.view)
+            if rank != self.me and self._ended(view):
+                self.dead.append(view)
                 continue
-            needs = self._needs(held, thread)
+            held = _Held(view, thread)
+            needs = self._needs(held)
             if needs is None:
                 self.slow.append(held)
                 continue
             todo.extend((r, of, (*path, held)) for r, of in needs)
 
-    def _needs(self, held: _Held, thread: int) -> list[tuple[int, str]] | None:
-        """Ranks that keep `held` from its operation, and their streams; None when nothing is known to (it is in user code)."""
+    def _needs(self, held: _Held) -> list[tuple[int, str]] | None:
+        """Ranks that hold `held` up, and their streams; None when nothing is known to (it is in user code)."""
         status = held.view.status
         if status is None:
             return None
-        wait = status.wait_before(held.lane)
+        wait = status.wait_of(held.thread)
         if wait is not None:
             return [(rank, wait.lane) for rank in self._late(wait)]
-        if thread == MAIN and status.call is not None and status.call_ranks is not None:
+        if held.thread == MAIN and status.call is not None and status.call_ranks is not None:
             return [(r, TORCH_CALL) for r in status.call_ranks if r != held.view.rank and not self._in_call(r, status.call)]
         return None
 
     def _in_call(self, rank: int, call: str) -> bool:
-        status = self._status(rank)
-        return rank != self.me and status is not None and status.call == call
+        status = self.peer(rank).status if rank != self.me else None
+        return status is not None and status.call == call
 
     def _ended(self, view: PeerView) -> bool:
         status = view.status
@@ -172,10 +172,10 @@ class Diagnosis:
     def _divergence(self) -> Verdict:
         text = "; ".join(held.text() for held in self.circle[:4])
         waits, beats = [], []
-        for view, lane in self.circle:
+        for view, thread in self.circle:
             if view.status is None:
                 continue
-            wait = view.status.wait_before(lane)
+            wait = view.status.wait_of(thread)
             waits.append((view.rank, wait.lane if wait else str(view.status.call), wait.index if wait else 0))
             beats.append(view.status.beat)
         return Verdict("divergence", text, tuple(view.rank for view, _ in self.circle), tuple(waits), tuple(beats))

@@ -64,9 +64,7 @@ class Status:
             return MAIN
         return self.workers[0].ident
 
-    def wait_before(self, lane: str) -> Wait | None:
-        """What keeps this rank from the next operation of `lane`: the wait of its thread."""
-        thread = self.thread_of(lane)
+    def wait_of(self, thread: int) -> Wait | None:
         return next((wait for wait in self.waits if wait.thread == thread), None)
 
     def line_of(self, thread: int) -> str:
@@ -111,15 +109,16 @@ class PeerView:
             return "gone"
         return "stopped" if process_is_stopped(s.pid) else "alive"
 
-    def activity(self, lane: str | None = None) -> str:
-        """What it was doing at its last heartbeat; with `lane`, the thread that issues on it."""
+    def activity(self, thread: int | None = None) -> str:
+        """What it was doing at its last heartbeat: the given thread, or else the one that waits longest, or the main one."""
         s = self.status
         if s is None:
             return "gave no sign of life yet"
-        wait = next(iter(s.waits), None) if lane is None else s.wait_before(lane)
+        if thread is None:
+            thread = s.waits[0].thread if s.waits else MAIN
+        wait = s.wait_of(thread)
         if wait is not None:
-            return f"waits for {wait.what} since {wait.seconds:.0f} s, called at {s.line_of(wait.thread)}"
-        thread = MAIN if lane is None else s.thread_of(lane)
+            return f"waits for {wait.what} since {wait.seconds:.0f} s, called at {s.line_of(thread)}"
         if thread == MAIN and s.call is not None:
             return f"is inside torch.distributed.{s.call}, called at {s.line}"
         return f"is in user code at {s.line_of(thread)}"

@@ -106,11 +106,11 @@ def squares(sources: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _local(segment: Segment) -> Segment:
     """Of DTensors that are sharded alike, what this rank has of them: a rule looks at one element at a time."""
-    tensors = list(_tensors(segment))
-    if type(tensors[0]) in OF_TORCH:
+    if type(segment[0]) in OF_TORCH:
         return segment
     from torch.distributed.tensor import DTensor  # takes a while, and where it is needed somebody has done it
 
+    tensors = list(_tensors(segment))
     sharded = [t for t in tensors if isinstance(t, DTensor)]
     if len(sharded) < len(tensors) or len({(t.device_mesh, t.placements) for t in sharded}) > 1:
         return segment

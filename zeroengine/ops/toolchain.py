@@ -125,7 +125,8 @@ def find_ninja() -> str | None:
         pass
     else:
         found.append(shutil.which("ninja", path=str(ninja.BIN_DIR)))
-    return next((path for path in found if path and isinstance(_ask((path,), "ninja"), Compiler)), None)
+    answers = _first([path for path in found if path], "ninja")
+    return answers.command[0] if isinstance(answers, Compiler) else None
 
 
 def run_bounded(command: Sequence[str], seconds: float, folder: Path | None = None, stderr: int = subprocess.STDOUT) -> tuple[int, str]:
